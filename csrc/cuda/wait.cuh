@@ -1,0 +1,177 @@
+// Bounded waits for cells of the peers, and what is concluded when they do not come. The conclusions are those of
+// host/wait.cpp. Only kernels of one block wait.
+#pragma once
+
+#include "record.cuh"
+#include "sync.cuh"
+
+namespace epbuf::cuda {
+
+constexpr std::uint32_t kEagerPolls = 64;     // a peer that is in step answers within these
+constexpr std::uint32_t kPollsPerLook = 64;   // then the wait looks around about every 50 us
+constexpr std::uint32_t kNapNs = 100;         // the load itself takes several times that
+constexpr std::uint64_t kSettleNs = 1000000000;  // a mismatch that one rank saw reaches the others at once
+
+// Cells that carry the signal of a phase: rank p's are at `cells` + p * `cells_per_rank` of the own window.
+struct Awaited {
+  std::uint32_t phase;
+  std::uint32_t epoch;
+  const Cell* cells;
+  std::int64_t cells_per_rank;
+  std::uint32_t call;  // this rank's call number
+};
+
+__device__ __forceinline__ std::uint64_t window_of(const KernelCall& call, std::int32_t rank) {
+  return at<const std::uint64_t>(call.peers)[rank];
+}
+
+__device__ __forceinline__ std::uint32_t pack_progress(const KernelCall& call) {
+  return call.op << kProgressOpShift |
+         (static_cast<std::uint32_t>(call.frame) & kProgressIndexMask) << kProgressFrameShift |
+         (static_cast<std::uint32_t>(call.workspace) & kProgressIndexMask);
+}
+
+__device__ __forceinline__ bool same_progress(std::uint32_t a, std::uint32_t b) {
+  const bool any = (a & kProgressIndexMask) == kAnyWorkspace || (b & kProgressIndexMask) == kAnyWorkspace;
+  const std::uint32_t ignored = any ? kProgressIndexMask : 0;
+  return (a | ignored) == (b | ignored);
+}
+
+__device__ __forceinline__ Cell progress_of(const KernelCall& call, std::int32_t peer) {
+  return load_relaxed_system(at<const Cell>(call.window, call.progress_cells) + peer);
+}
+
+__device__ __forceinline__ Cell abort_of(const KernelCall& call, std::int32_t peer) {
+  return load_fenced_system(at<const Cell>(call.window, call.abort_cells) + peer);
+}
+
+// One thread tells every rank, this one included.
+__device__ inline void tell_abort(const KernelCall& call, std::uint32_t reason, std::int32_t blamed) {
+  const std::uint32_t blame = static_cast<std::uint32_t>(blamed + 1) << kAbortBlameShift;
+  fence_release_system();
+#pragma unroll 1
+  for (std::int32_t peer = 0; peer < call.num_ranks; ++peer) {
+    Cell* cell = at<Cell>(window_of(call, peer), call.abort_cells) + call.rank;
+    store_fenced_system(cell, {1, blame | (reason & kAbortReasonMask)});
+  }
+}
+
+// Always false, so that a wait can return it. kAborted is what an ABORT that went to every rank has told this one.
+__device__ inline bool fail(Status status, const KernelCall& call, const Awaited& awaited, std::int32_t peer) {
+  const Cell progress = progress_of(call, peer);
+  ErrorRecord error{};
+  error.status = status;
+  error.op = call.op;
+  error.phase = awaited.phase;
+  error.peer = peer;
+  error.call = awaited.call;
+  error.frame = static_cast<std::uint32_t>(call.frame);
+  error.workspace = static_cast<std::uint32_t>(call.workspace) & kProgressIndexMask;
+  error.expected_epoch = awaited.epoch;
+  error.seen_epoch = load_relaxed_system(awaited.cells + peer * awaited.cells_per_rank).epoch;
+  error.peer_call = progress.epoch;
+  error.peer_progress = progress.value;
+  if (record_failure(call, error) && status != kAborted) tell_abort(call, status, peer);
+  return false;
+}
+
+__device__ inline std::int32_t find_abort(const KernelCall& call) {
+#pragma unroll 1
+  for (std::int32_t peer = 0; peer < call.num_ranks; ++peer) {
+    if (abort_of(call, peer).epoch == 0) continue;
+    fence_acquire_system();
+    return peer;
+  }
+  return -1;
+}
+
+__device__ inline std::int32_t find_mismatch(const KernelCall& call, const Awaited& awaited) {
+  if (call.check_progress == 0) return -1;
+#pragma unroll 1
+  for (std::int32_t peer = 0; peer < call.num_ranks; ++peer) {
+    const Cell theirs = progress_of(call, peer);
+    if (theirs.epoch == awaited.call && !same_progress(theirs.value, pack_progress(call))) return peer;
+  }
+  return -1;
+}
+
+// Names the rank that is missing, not the rank that noticed first.
+__device__ inline bool adopt_abort(const KernelCall& call, const Awaited& awaited, std::int32_t aborter) {
+  const std::uint32_t value = abort_of(call, aborter).value;
+  const std::int32_t blamed = static_cast<std::int32_t>(value >> kAbortBlameShift) - 1;
+  const bool other_is_late = (value & kAbortReasonMask) == kTimeout && blamed >= 0 && blamed != call.rank;
+  return other_is_late ? fail(kTimeout, call, awaited, blamed) : fail(kAborted, call, awaited, aborter);
+}
+
+// How one thread passes the time of one wait.
+class Patience {
+ public:
+  // Called after each poll that found nothing. False: the arena is poisoned, and by whom is recorded.
+  __device__ __forceinline__ bool endure(const KernelCall& call, const Awaited& awaited, std::int32_t peer) {
+    if (++num_polls_ < kEagerPolls) return true;
+    __nanosleep(kNapNs);
+    return num_polls_ % kPollsPerLook != 0 || look_around(call, awaited, peer);
+  }
+
+ private:
+  // ABORT is read before PROGRESS: a rank that saw a mismatch published its PROGRESS before its ABORT.
+  __device__ bool look_around(const KernelCall& call, const Awaited& awaited, std::int32_t peer) {
+    const std::uint64_t now = device_time_ns();
+    if (deadline_ns_ == 0) deadline_ns_ = now + call.timeout_us * 1000;
+    if (is_poisoned(call)) return false;
+    const std::int32_t aborter = find_abort(call);
+    const std::int32_t other = find_mismatch(call, awaited);
+    if (other >= 0) return fail(kMismatch, call, awaited, other);
+    if (aborter < 0) return now < deadline_ns_ || fail(kTimeout, call, awaited, peer);
+    // The PROGRESS that the aborter found different may still be on its way to this rank.
+    const bool settles = call.check_progress != 0 && (abort_of(call, aborter).value & kAbortReasonMask) == kMismatch;
+    if (!settles || now >= deadline_ns_) return adopt_abort(call, awaited, aborter);
+    deadline_ns_ = min(deadline_ns_, now + kSettleNs);
+    return true;
+  }
+
+  std::uint32_t num_polls_ = 0;
+  std::uint64_t deadline_ns_ = 0;
+};
+
+// ---- the whole block takes part in what follows ------------------------------------------------------------------
+
+// Numbers the call, tells every rank what it is, and returns the number.
+__device__ inline std::uint32_t begin_call(const KernelCall& call) {
+  __shared__ std::uint32_t number;
+  if (threadIdx.x == 0) number = atomicAdd(&control_of(call)->call, 1u) + 1;
+  __syncthreads();
+  for (std::int32_t peer = threadIdx.x; peer < call.num_ranks; peer += blockDim.x) {
+    Cell* cell = at<Cell>(window_of(call, peer), call.progress_cells) + call.rank;
+    store_relaxed_system(cell, {number, pack_progress(call)});
+  }
+  return number;
+}
+
+// The number of a call that an earlier kernel began. Right while the arena's ops run on one stream; reports only, else.
+__device__ __forceinline__ std::uint32_t current_call(const KernelCall& call) {
+  return load_relaxed_device(&control_of(call)->call);
+}
+
+// One cell for each rank, this one included. What the block did before comes first: barrier, then each publisher's fence.
+__device__ inline void publish(const KernelCall& call, std::int64_t cells, Cell value) {
+  __syncthreads();
+  fence_release_system();
+  for (std::int32_t peer = threadIdx.x; peer < call.num_ranks; peer += blockDim.x) {
+    store_fenced_system(at<Cell>(window_of(call, peer), cells) + call.rank, value);
+  }
+}
+
+// True once every rank, this one included, has published `awaited.epoch`. One thread waits for one rank.
+__device__ inline bool await_all(const KernelCall& call, const Awaited& awaited) {
+  bool arrived = true;
+  for (std::int32_t peer = threadIdx.x; peer < call.num_ranks; peer += blockDim.x) {
+    Patience patience;
+    const Cell* cell = awaited.cells + peer * awaited.cells_per_rank;
+    while (arrived && load_fenced_system(cell).epoch != awaited.epoch) arrived = patience.endure(call, awaited, peer);
+  }
+  fence_acquire_system();
+  return __syncthreads_and(arrived);
+}
+
+}  // namespace epbuf::cuda

@@ -1,0 +1,174 @@
+// Combine and dispatch backward: stage own rows, pull the peers'. Weight gradients of a weighted combine.
+#include <cstring>
+
+#include "context.h"
+#include "slot.h"
+
+namespace epbuf {
+namespace {
+
+// Where a call's rows are staged, and the float of each row that travels with them (-1: none).
+struct Staged {
+  std::int64_t rows_offset;
+  std::int64_t weights_offset;
+};
+
+// With factors (forward, weights_source kSourceTensor) each row is multiplied in the copy.
+void copy_rows(const Context& context, const CombineCall& call, std::byte* to, const float* factors) {
+  const Geometry& g = context.geometry();
+  const std::int64_t num_rows = context.num_live_rows(call.frame);
+  const std::byte* from = reinterpret_cast<const std::byte*>(call.rows);
+  for (std::int64_t row = 0; row < num_rows; ++row, from += call.row_stride_bytes, to += g.token_row_bytes) {
+    if (factors != nullptr) {
+      context.kernels().scale(from, factors[row], to, g.hidden);
+    } else {
+      std::memcpy(to, from, static_cast<std::size_t>(g.token_row_bytes));
+    }
+  }
+}
+
+void stage_rows(Context& context, const CombineCall& call, std::int64_t rows_offset, const float* factors) {
+  if (call.rows_source == kSourceWindow) return;
+  const std::int64_t num_bytes = context.num_live_rows(call.frame) * context.geometry().token_row_bytes;
+  std::byte* to = context.windows().own<std::byte>(rows_offset);
+  if (call.rows_source == kSourceTensor) {
+    copy_rows(context, call, to, factors);
+  } else {
+    std::memset(to, 0, static_cast<std::size_t>(num_bytes));
+  }
+  context.control().count_staged_bytes(num_bytes);
+}
+
+void stage_weights(const Context& context, const CombineCall& call, std::int64_t weights_offset) {
+  if (call.weights_source == kSourceWindow) return;
+  const std::size_t num_bytes = static_cast<std::size_t>(context.num_live_rows(call.frame)) * sizeof(float);
+  float* to = context.windows().own<float>(weights_offset);
+  if (call.weights_source == kSourceTensor) {
+    std::memcpy(to, reinterpret_cast<const float*>(call.weights), num_bytes);
+  } else {
+    std::memset(to, 0, num_bytes);
+  }
+}
+
+// out = sum over the live slots of a token, in k order; a token without any gets a zero row.
+void pull_row(const Context& context, std::int64_t rows_offset, const std::int64_t* slots, std::byte* out) {
+  const Geometry& g = context.geometry();
+  const std::byte* rows[kMaxTopk];
+  std::int32_t num_rows = 0;
+  for (std::int32_t k = 0; k < g.num_topk; ++k) {
+    if (slots[k] == kNoSlot) continue;
+    const Slot slot = unpack_slot(slots[k]);
+    rows[num_rows++] = context.windows().at<const std::byte>(slot.rank, rows_offset) + slot.row * g.token_row_bytes;
+  }
+  if (num_rows == 0) {
+    std::memset(out, 0, static_cast<std::size_t>(g.token_row_bytes));
+  } else {
+    context.kernels().sum(rows, num_rows, out, g.hidden);
+  }
+}
+
+void pull_rows(const Context& context, const CombineCall& call, std::int64_t rows_offset) {
+  if (call.out == 0) return;
+  const std::int64_t* slots = context.slot_map(call.frame);
+  auto* out = reinterpret_cast<std::byte*>(call.out);
+  for (std::int64_t token = 0; token < call.num_tokens; ++token, slots += context.geometry().num_topk) {
+    pull_row(context, rows_offset, slots, out + token * call.out_row_stride_bytes);
+  }
+}
+
+void pull_weights(const Context& context, const CombineCall& call, std::int64_t weights_offset) {
+  if (call.out_weights == 0) return;
+  const std::int64_t* slots = context.slot_map(call.frame);
+  auto* out = reinterpret_cast<float*>(call.out_weights);
+  const std::int64_t num_slots = static_cast<std::int64_t>(call.num_tokens) * context.geometry().num_topk;
+  for (std::int64_t i = 0; i < num_slots; ++i) {
+    const Slot slot = unpack_slot(slots[i]);
+    out[i] = slots[i] == kNoSlot ? 0.0f : context.windows().at<const float>(slot.rank, weights_offset)[slot.row];
+  }
+}
+
+// A use begins with combine backward, or here when there was none (a frozen or unused expert output).
+Status begin_use(const Context& context, const OpState& op, const CombineCall& call) {
+  if (call.begins_use == 0) return kOk;
+  BackwardCounters& counters = context.backward_counters(call.workspace);
+  const std::int64_t ack_cells = context.backward(call.workspace).grad_ack_cells;
+  EPBUF_TRY(context.await(op, {kPhaseGradAck, ack_cells, counters.last_ready, 0}));
+  ++counters.use;
+  return kOk;
+}
+
+// READY is out on every rank. A refused pull ends with everybody's ACK, so that the next call may follow at once.
+Status finish_refused(const Context& context, const OpState& op, const Signal& ack) {
+  EPBUF_TRY(context.exchange(op, ack));
+  return kRefused;
+}
+
+void check_sources(const Context& context, const CombineCall& call) {
+  context.frame(call.frame);
+  if (call.refusal != kRefusalNone) return;
+  context.check_num_tokens(call.num_tokens);
+  EPBUF_CHECK(call.rows_source <= kSourceZero && call.weights_source <= kSourceZero, "rows_source is ", call.rows_source,
+              ", weights_source is ", call.weights_source);
+}
+
+}  // namespace
+
+void check_combine(const Context& context, const CombineCall& call) {
+  context.forward(call.workspace);
+  check_sources(context, call);
+}
+
+void check_dispatch_backward(const Context& context, const CombineCall& call) {
+  context.backward(call.workspace);
+  check_sources(context, call);
+}
+
+Status run_combine(Context& context, const OpState& op, const CombineCall& call, Outcome* outcome) {
+  const ForwardOffsets& workspace = context.forward(call.workspace);
+  const float* factors =
+      call.weights_source == kSourceTensor ? reinterpret_cast<const float*>(call.weights) : nullptr;
+  if (call.refusal == kRefusalNone) stage_rows(context, call, workspace.expert_out, factors);
+  const std::uint32_t use = ++context.forward_counters(call.workspace).use;
+  const Signal ready{kPhaseReady, workspace.ready_cells, use, call.refusal};
+  const Signal ack{kPhaseAck, workspace.ack_cells, use, 0};
+  EPBUF_TRY(context.exchange(op, ready));
+  if (context.find_refusal(op, ready, outcome)) return finish_refused(context, op, ack);
+  pull_rows(context, call, workspace.expert_out);
+  context.publish(ack);
+  return kOk;
+}
+
+Status run_dispatch_backward(Context& context, const OpState& op, const CombineCall& call, Outcome* outcome) {
+  const BackwardOffsets& workspace = context.backward(call.workspace);
+  EPBUF_TRY(begin_use(context, op, call));
+  if (call.refusal == kRefusalNone) {
+    stage_rows(context, call, workspace.grad_recv_tokens, nullptr);
+    stage_weights(context, call, workspace.grad_recv_topk_weights);
+  }
+  BackwardCounters& counters = context.backward_counters(call.workspace);
+  counters.last_ready = counters.use;
+  const Signal ready{kPhaseGradReady, workspace.grad_ready_cells, counters.use, call.refusal};
+  const Signal ack{kPhaseGradAck, workspace.grad_ack_cells, counters.use, 0};
+  EPBUF_TRY(context.exchange(op, ready));
+  if (context.find_refusal(op, ready, outcome)) return finish_refused(context, op, ack);
+  pull_rows(context, call, workspace.grad_recv_tokens);
+  pull_weights(context, call, workspace.grad_recv_topk_weights);
+  if (call.clears_open != 0) context.frame_counters(call.frame).open = 0;
+  context.publish(ack);
+  return kOk;
+}
+
+void run_weight_grad(const Context& context, const WeightGradCall& call) {
+  const Geometry& g = context.geometry();
+  const std::int64_t num_rows = context.num_live_rows(call.frame);
+  const auto* expert_out = reinterpret_cast<const std::byte*>(call.expert_out);
+  const auto* weights = reinterpret_cast<const float*>(call.weights);
+  auto* grad_weights = reinterpret_cast<float*>(call.grad_weights);
+  std::byte* grad = context.windows().own<std::byte>(context.backward(call.workspace).grad_expert_out);
+  for (std::int64_t row = 0; row < num_rows; ++row, grad += g.token_row_bytes) {
+    grad_weights[row] = context.kernels().dot(expert_out + row * call.expert_out_row_stride_bytes, grad, g.hidden);
+    context.kernels().scale(grad, weights[row], grad, g.hidden);
+  }
+}
+
+}  // namespace epbuf

@@ -1,0 +1,85 @@
+// What every op of the host engine works on, and the steps that several ops share.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "../check.h"
+#include "../layout.h"
+#include "control.h"
+#include "rows.h"
+#include "wait.h"
+#include "window.h"
+
+namespace epbuf {
+
+// A signal of this rank: which cells of every peer carry it and what they say.
+struct Signal {
+  Phase phase;
+  std::int64_t cells_offset;  // [R] cells, one per source
+  std::uint32_t epoch;
+  std::uint32_t value;
+};
+
+class Context {
+ public:
+  Context(const Geometry& geometry, const ArenaOffsets& arena, std::vector<FrameOffsets> frames,
+          std::vector<ForwardOffsets> forwards, std::vector<BackwardOffsets> backwards, Windows windows);
+
+  const Geometry& geometry() const { return geometry_; }
+  const Windows& windows() const { return windows_; }
+  const Waiter& waiter() const { return waiter_; }
+  const RowKernels& kernels() const { return kernels_; }
+  ControlBlock& control() { return control_; }
+  const ControlBlock& control() const { return control_; }
+
+  const FrameOffsets& frame(std::int32_t frame) const;
+  const ForwardOffsets& forward(std::int32_t workspace) const;
+  const BackwardOffsets& backward(std::int32_t workspace) const;
+
+  FrameCounters& frame_counters(std::int32_t frame) const;
+  ForwardCounters& forward_counters(std::int32_t workspace) const;
+  BackwardCounters& backward_counters(std::int32_t workspace) const;
+
+  const std::int64_t* slot_map(std::int32_t frame) const;
+  const std::int32_t* offs(std::int32_t frame) const;   // [L]
+  std::int64_t num_live_rows(std::int32_t frame) const;  // offs[-1]
+  void check_num_tokens(std::int32_t num_tokens) const;
+
+  // Publishes to all ranks and waits for the same signal from all.
+  Status exchange(const OpState& op, const Signal& signal) const;
+  Status await(const OpState& op, const Signal& signal) const;
+  void publish(const Signal& signal) const;
+
+  // Whether the signal of some rank carries a refusal: fills `outcome` with the lowest such rank and counts it. Valid
+  // between the wait for the signal and this rank's next signal, until which no peer can overwrite the cells.
+  bool find_refusal(const OpState& op, const Signal& signal, Outcome* outcome);
+  void record_refusal(const OpState& op, std::int32_t rank, std::uint32_t refusal, Outcome* outcome);
+
+ private:
+  Geometry geometry_;
+  ArenaOffsets arena_;
+  std::vector<FrameOffsets> frames_;
+  std::vector<ForwardOffsets> forwards_;
+  std::vector<BackwardOffsets> backwards_;
+  Windows windows_;
+  ControlBlock control_;
+  Waiter waiter_;
+  const RowKernels& kernels_;
+};
+
+// The ops, in route.cpp, dispatch.cpp and combine.cpp: the calls of layout.h on the protocol of csrc/PROTOCOL.md. The
+// checks throw before the op has a call number, so that a call of ours that makes no sense changes nothing.
+void check_route(const Context& context, const RouteCall& call);
+void check_dispatch(const Context& context, const DispatchCall& call);
+void check_combine(const Context& context, const CombineCall& call);
+void check_combine_backward(const Context& context, const DispatchCall& call);
+void check_dispatch_backward(const Context& context, const CombineCall& call);
+Status run_route(Context& context, const OpState& op, const RouteCall& call, Outcome* outcome);
+Status run_dispatch(Context& context, const OpState& op, const DispatchCall& call, Outcome* outcome);
+Status run_combine(Context& context, const OpState& op, const CombineCall& call, Outcome* outcome);
+Status run_combine_backward(Context& context, const OpState& op, const DispatchCall& call, Outcome* outcome);
+Status run_dispatch_backward(Context& context, const OpState& op, const CombineCall& call, Outcome* outcome);
+void run_weight_grad(const Context& context, const WeightGradCall& call);
+
+}  // namespace epbuf

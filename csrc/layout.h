@@ -1,0 +1,434 @@
+// The plain structs shared by Python, the host engine and the CUDA kernels.
+// No size arithmetic lives here: offsets come from epbuf/plan.py, one struct field per region of the plan.
+// Addresses and streams are 64-bit integers, offsets are bytes from the start of a rank's window.
+#pragma once
+
+#include <cstdint>
+
+namespace epbuf {
+
+// ---- cells and words of the protocol ----------------------------------------------------------------------------
+
+// One 8-byte signal. It lives in the window of the rank that polls it; exactly one rank writes it.
+struct alignas(8) Cell {
+  std::uint32_t epoch;
+  std::uint32_t value;
+};
+
+constexpr std::uint32_t kCountHeader = 8;  // cells of a COUNT row that follow its E counts, indexed by CountHeader
+enum CountHeader : std::uint32_t {
+  kHeaderRefusal = 0,      // Refusal, 0: none
+  kHeaderNumBadIds = 1,    // ids >= E on this rank
+  kHeaderBadToken = 2,     // token index of the first of them
+  kHeaderBadTopk = 3,      // its k
+  kHeaderBadValueLow = 4,  // the id itself
+  kHeaderBadValueHigh = 5,
+  kHeaderNumTokens = 6,  // live tokens of this rank
+  kHeaderReserved = 7,
+};
+
+enum Op : std::uint32_t {
+  kOpNone = 0,
+  kOpRoute = 1,
+  kOpDispatch = 2,
+  kOpCombine = 3,
+  kOpCombineBackward = 4,
+  kOpDispatchBackward = 5,
+};
+
+enum Phase : std::uint32_t {
+  kPhaseNone = 0,
+  kPhaseCount = 1,
+  kPhaseArrived = 2,
+  kPhaseReady = 3,
+  kPhaseAck = 4,
+  kPhaseGo = 5,
+  kPhaseGradArrived = 6,
+  kPhaseGradReady = 7,
+  kPhaseGradAck = 8,
+};
+
+enum Status : std::uint32_t {
+  kOk = 0,
+  kRefused = 1,   // some rank refused; the round is complete on every rank and nothing moved
+  kTimeout = 2,   // a peer's cell did not come within timeout_us; the arena is poisoned
+  kMismatch = 3,  // a peer issued another (op, frame, workspace) as the same call; poisoned
+  kAborted = 4,   // a peer abandoned the arena; poisoned
+  kPoisoned = 5,  // the arena was poisoned before this call; nothing was done
+};
+
+// Why a rank refuses. Travels in COUNT's header, READY and GO. 0 means "no refusal".
+enum Refusal : std::uint32_t {
+  kRefusalNone = 0,
+  kRefusalArgument = 1,
+  kRefusalDtype = 2,
+  kRefusalShape = 3,
+  kRefusalDevice = 4,
+  kRefusalStrides = 5,
+  kRefusalAlignment = 6,
+  kRefusalTooManyTokens = 7,
+  kRefusalOverlap = 8,
+  kRefusalCallOrder = 9,
+  kRefusalLease = 10,
+  kRefusalWorkspace = 11,
+  kRefusalCopiedRegion = 12,
+  kRefusalInternal = 13,
+};
+
+// PROGRESS packs what a rank is doing into a cell: epoch = call number, value = op | frame | workspace.
+constexpr std::uint32_t kProgressOpShift = 28;
+constexpr std::uint32_t kProgressFrameShift = 14;
+constexpr std::uint32_t kProgressIndexMask = 0x3FFF;
+constexpr std::uint32_t kAnyWorkspace = 0x3FFF;  // a refusing rank that holds no workspace; compares equal to all
+
+// ABORT's value: why the sender gave up (Status, or the caller's reason), and whom it blames (rank + 1; 0: nobody), so
+// that every rank names the rank that is missing and not the first one that noticed.
+constexpr std::uint32_t kAbortReasonMask = 0xFF;
+constexpr std::uint32_t kAbortBlameShift = 8;
+
+// slot_map entries: destination rank in the upper half, row in the lower half; kNoSlot: dropped or no expert.
+constexpr std::uint32_t kSlotRankShift = 32;
+constexpr std::int64_t kNoSlot = -1;
+
+// ---- words that live in the window (region `control` and the counters) ------------------------------------------
+
+// The first failure of this rank, written once, read by the host.
+struct ErrorRecord {
+  std::uint32_t status;  // Status
+  std::uint32_t op;      // Op of this rank's call
+  std::uint32_t phase;   // Phase that waited
+  std::int32_t peer;     // rank whose cell was awaited
+  std::uint32_t call;    // this rank's call number
+  std::uint32_t frame;
+  std::uint32_t workspace;
+  std::uint32_t expected_epoch;
+  std::uint32_t seen_epoch;
+  std::uint32_t peer_call;      // the peer's PROGRESS at that moment
+  std::uint32_t peer_progress;  // packed as above
+  std::uint32_t reserved;
+};
+
+// Region `control`, one per rank, zeroed in Arena.open.
+struct Control {
+  std::uint32_t poisoned;  // Status of the failure, 0 while healthy
+  std::uint32_t call;      // ops issued on this rank
+  ErrorRecord error;
+  std::uint64_t num_refusals;
+  std::int32_t refusing_rank;  // of the first refusal
+  std::uint32_t refusal;       // Refusal
+  std::uint32_t refused_op;    // Op
+  std::uint32_t bad_topk;
+  std::uint64_t num_overflows;  // dispatches in which some rank overflowed
+  std::uint64_t num_early_reuses;
+  std::uint64_t num_bad_ids;  // summed over ranks and rounds
+  std::int64_t bad_value;     // the first bad id: rank, token, k (bad_topk), value
+  std::int32_t bad_rank;
+  std::int32_t bad_token;
+  std::uint64_t staged_bytes;
+  std::int64_t max_demand_rows;  // CUDA: of the latest overflow, the largest demand and the lowest rank that has it
+  std::int32_t max_demand_rank;
+  std::uint32_t reserved;
+};
+
+// Region `frame_counters`, one per frame.
+struct FrameCounters {
+  std::uint32_t round;  // rounds begun on this frame; COUNT and ARRIVED carry it
+  std::uint32_t open;   // OPEN word: 1 from dispatch to the first dispatch backward
+  std::int64_t demand_peak_rows;
+};
+
+// Region `forward_counters`, one per forward workspace. READY and ACK carry `use`.
+struct ForwardCounters {
+  std::uint32_t use;  // READYs published by this rank
+  std::uint32_t reserved;
+};
+
+// Region `backward_counters`, one per backward workspace. GO, ARRIVED, READY and ACK carry `use`.
+struct BackwardCounters {
+  std::uint32_t use;         // uses begun (GO, or a dispatch backward without one)
+  std::uint32_t last_ready;  // the last use whose READY this rank published; ACK is awaited for it
+};
+
+// ---- where the regions of the plan lie; -1: the plan has no such region -----------------------------------------
+
+struct ArenaOffsets {
+  std::int64_t control, abort_cells, progress_cells, frame_counters, forward_counters, backward_counters;
+};
+
+struct FrameOffsets {
+  std::int64_t count_cells, arrived_cells, slot_map, offs, counts, overflow, recv_topk_weights;
+  std::int64_t recv_tokens, recv_scales, recv_row_scales;  // -1 when the plan keeps them in the forward workspace
+};
+
+struct ForwardOffsets {
+  std::int64_t ready_cells, ack_cells, route_base, route_scratch, expert_out;
+  std::int64_t recv_tokens, recv_scales, recv_row_scales;  // -1 when the plan keeps them in the frame
+};
+
+struct BackwardOffsets {
+  std::int64_t go_cells, grad_arrived_cells, grad_ready_cells, grad_ack_cells;
+  std::int64_t grad_expert_out, grad_expert_out_scales, grad_expert_out_row_scales;
+  std::int64_t grad_recv_tokens, grad_recv_topk_weights;
+};
+
+constexpr std::int32_t kMaxTopk = 64;
+
+enum TokenDtype : std::int32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
+
+// What every op of an arena has in common.
+struct Geometry {
+  std::int32_t rank, num_ranks, num_experts, num_local_experts, num_topk, hidden;
+  std::int32_t expert_alignment, max_tokens_per_rank;
+  std::int32_t token_dtype;  // TokenDtype
+  std::int32_t max_num_sms;  // 0: no limit
+  std::int64_t capacity_rows;
+  std::int64_t token_row_bytes;     // hidden * itemsize
+  std::int64_t route_chunk_tokens;  // tokens per row of route_scratch
+  std::uint64_t timeout_us;
+};
+
+// ---- one struct per engine call ---------------------------------------------------------------------------------
+
+// Where a call's rows come from.
+enum Source : std::uint32_t {
+  kSourceTensor = 0,  // an ordinary tensor: stage (or push) it from `rows`
+  kSourceWindow = 1,  // the producer wrote into our region: nothing to stage
+  kSourceZero = 2,    // a missing gradient: rows of zeros
+};
+
+// COUNT: await ACK of the forward workspace, publish E counts, await everybody's, compute slots, zones and overflow.
+struct RouteCall {
+  std::int32_t frame, workspace;  // workspace -1: a refusing rank that holds none
+  std::uint32_t refusal;          // Refusal of this rank
+  std::uint32_t check_progress;   // 0 once ops of the arena run on several streams
+  std::uint64_t stream;
+  std::uint64_t topk_idx;  // [T, K] int32 or int64
+  std::int64_t topk_idx_row_stride;  // elements
+  std::int32_t topk_idx_bytes;       // 4 or 8
+  std::int32_t num_tokens;           // T
+  std::uint64_t live_tokens;         // address of [1] int32/int64, or 0: all T are live
+  std::int32_t live_tokens_bytes;    // 4 or 8
+  std::int32_t reserved;
+};
+
+// Push rows into the peers' slots, zero own padding, publish and await ARRIVED.
+// Forward: frame's round, recv_tokens. Backward (combine backward): ACK, GO, grad_expert_out of `workspace`.
+struct DispatchCall {
+  std::int32_t frame, workspace;
+  std::uint32_t refusal;
+  std::uint32_t check_progress;
+  std::uint64_t stream;
+  std::uint64_t rows;  // [T, H]
+  std::int64_t row_stride_bytes;
+  std::uint64_t scales, row_scales;  // an input already quantised; 0 otherwise
+  std::int64_t scales_row_stride_bytes;
+  std::uint64_t topk_weights;  // [T, K] float32; 0: ones (forward), unused (backward)
+  std::int64_t topk_weights_row_stride;  // elements
+  std::int32_t num_tokens;               // T
+  std::uint32_t expects_open;  // backward: count an early reuse when OPEN is clear
+};
+
+// Stage rows below offs[-1] (times weights), publish and await READY, pull, publish ACK.
+// Forward: expert_out of the forward workspace -> y. Backward (dispatch backward): grad_recv_* -> dx, dw.
+struct CombineCall {
+  std::int32_t frame, workspace;
+  std::uint32_t refusal;
+  std::uint32_t check_progress;
+  std::uint64_t stream;
+  std::uint64_t rows;  // [C, H]
+  std::int64_t row_stride_bytes;
+  std::uint32_t rows_source;     // Source
+  std::uint32_t weights_source;  // Source; forward: kSourceTensor multiplies rows by `weights`, kSourceZero: no weights
+  std::uint64_t weights;         // [C] float32, contiguous: forward factors, backward the gradient of recv_topk_weights
+  std::uint64_t out;             // [T, H]; 0: this rank does not need it (backward of a frozen input)
+  std::int64_t out_row_stride_bytes;
+  std::uint64_t out_weights;  // backward: [T, K] float32 contiguous; 0: not needed
+  std::int32_t num_tokens;    // T
+  std::uint32_t begins_use;   // backward: no combine backward began this use: await ACK and begin it here
+  std::uint32_t clears_open;  // backward: first dispatch backward of its ticket
+  std::uint32_t reserved;
+};
+
+// Local, after combine backward of a weighted combine: for rows below offs[-1]
+//   grad_weights[row] = <expert_out[row], g[row]>, then g[row] *= weights[row] in place; g is grad_expert_out.
+struct WeightGradCall {
+  std::int32_t frame, workspace;
+  std::uint64_t stream;
+  std::uint64_t expert_out;  // [C, H] token dtype, as given to combine
+  std::int64_t expert_out_row_stride_bytes;
+  std::uint64_t weights;       // [C] float32
+  std::uint64_t grad_weights;  // [C] float32, written below offs[-1]
+};
+
+// What a host call answers at once. On CUDA only `status` kPoisoned is known at the call; the rest is read by check().
+struct Outcome {
+  std::uint32_t status;  // Status
+  std::int32_t refusing_rank;
+  std::uint32_t refusal;  // Refusal
+  std::uint32_t overflow;  // 1: some rank's demand exceeds capacity_rows
+  std::int64_t max_demand_rows;
+  std::int32_t max_demand_rank;
+  std::int32_t bad_rank;  // first bad id of the lowest rank that has one
+  std::uint64_t num_bad_ids;  // over all ranks
+  std::int64_t bad_value;
+  std::int32_t bad_token, bad_topk;
+};
+
+// ---- one struct per CUDA kernel: its only parameter, filled by cuda/engine.cpp -----------------------------------
+// Fields that end in `_region` or `_cells`, and those of ArenaOffsets, are offsets in every rank's window. All other
+// 64-bit unsigned fields are addresses in this process, 0 where nothing is there.
+
+// What every kernel knows of its rank, its arena and its call.
+struct KernelCall {
+  std::uint64_t peers;    // uint64 [R]: base of every rank's window
+  std::uint64_t mirror;   // Control in pinned memory, which the host reads without a synchronisation
+  std::uint64_t lock;     // uint32: guards Control's records and the mirror
+  std::uint64_t refused;  // uint32 of the frame: Op whose round was refused, 0: none. The frame's later ops do nothing
+  std::uint64_t timeout_us;
+  std::uint64_t window;  // peers[rank]
+  std::int64_t control, abort_cells, progress_cells;
+  std::int32_t rank, num_ranks;
+  std::int32_t frame, workspace;
+  std::uint32_t op;  // Op
+  std::uint32_t refusal;
+  std::uint32_t check_progress;
+  std::uint32_t reserved;
+};
+
+// The routing of a call's tokens, as in RouteCall.
+struct KernelIds {
+  std::uint64_t topk_idx, live_tokens;
+  std::int64_t row_stride;  // elements
+  std::int32_t topk_idx_bytes, live_tokens_bytes;
+  std::int32_t num_tokens, num_topk;
+};
+
+// route, first of three: one block counts the experts of one chunk of tokens.
+struct RouteCountKernel {
+  KernelCall call;
+  KernelIds ids;
+  std::uint64_t route_scratch;  // int32 [chunks, E]: out, counts of the chunk
+  std::uint64_t bad_ids;        // uint64 [2]: ids >= E so far, the lowest token * K + k among them
+  std::int32_t num_experts, chunk_tokens;
+};
+
+// What RouteExchangeKernel does, in this order. The engine asks for all of it in one launch; tests with virtual ranks
+// ask for one step at a time, each on all ranks before the next.
+constexpr std::uint32_t kRoutePublish = 1;       // await ACK, publish COUNT, turn route_scratch into prefixes
+constexpr std::uint32_t kRouteAwait = 2;         // await COUNT, lay the zones; refused: publish ARRIVED
+constexpr std::uint32_t kRouteAwaitRefused = 4;  // refused: await ARRIVED
+
+// route, second: the one block that talks to the peers.
+struct RouteExchangeKernel {
+  KernelCall call;
+  KernelIds ids;
+  std::uint64_t route_scratch, bad_ids;
+  std::uint64_t route_base;      // int64 [E]: out, the row of this rank's first token for each expert
+  std::uint64_t frame_counters;  // FrameCounters
+  std::uint64_t ack_use;         // uint32: the use whose ACK is awaited; 0: none
+  std::uint64_t offs, counts, overflow;
+  std::int64_t count_cells, arrived_cells, ack_cells;
+  std::int64_t capacity_rows;
+  std::int32_t num_experts, num_local_experts, expert_alignment, chunk_tokens;
+  std::uint32_t steps;
+  std::uint32_t reserved;
+};
+
+// route, third: one block turns the ids of one chunk into slots.
+struct RouteSlotsKernel {
+  KernelCall call;
+  KernelIds ids;
+  std::uint64_t route_scratch, route_base, slot_map;
+  std::int64_t capacity_rows;
+  std::int32_t num_experts, num_local_experts, chunk_tokens;
+  std::uint32_t reserved;
+};
+
+// What SignalKernel does, in this order.
+constexpr std::uint32_t kSignalBegin = 1;           // number the call, publish PROGRESS
+constexpr std::uint32_t kSignalAwaitAck = 2;        // await `ack_cells` = *ack_use
+constexpr std::uint32_t kSignalAdvance = 4;         // ++*epoch
+constexpr std::uint32_t kSignalPublish = 8;         // publish {*epoch, refusal} in `cells`
+constexpr std::uint32_t kSignalMarkReady = 16;      // *ack_use = *epoch
+constexpr std::uint32_t kSignalAwait = 32;          // await `cells` = *epoch
+constexpr std::uint32_t kSignalJudge = 64;          // a refusal among `cells`: record it, mark the frame
+constexpr std::uint32_t kSignalAwaitRefused = 128;  // await only when this op was refused
+constexpr std::uint32_t kSignalExpectOpen = 256;    // unless refused: count an early reuse when OPEN is clear
+constexpr std::uint32_t kSignalSetOpen = 512;       // unless refused: OPEN = 1
+constexpr std::uint32_t kSignalClearOpen = 1024;    // unless refused: OPEN = 0
+
+// The one block that talks to the peers before and after rows move.
+struct SignalKernel {
+  KernelCall call;
+  std::uint64_t epoch;           // uint32: round of the frame or use of the workspace
+  std::uint64_t ack_use;         // uint32
+  std::uint64_t frame_counters;  // FrameCounters
+  std::int64_t cells, ack_cells;
+  std::uint32_t phase, ack_phase;  // Phase of `cells` and of `ack_cells`
+  std::uint32_t steps;
+  std::uint32_t reserved;
+};
+
+// dispatch and combine backward: rows into the peers' slots, zeros into the own padding.
+struct PushKernel {
+  KernelCall call;
+  std::uint64_t rows;  // [T, H]; 0: zeros
+  std::int64_t row_stride_bytes;
+  std::uint64_t weights;  // [T, K] float32; 0: ones
+  std::int64_t weights_row_stride;
+  std::uint64_t slot_map, offs;
+  std::uint64_t valid;                        // int64 [L]: valid_tokens_per_expert
+  std::int64_t rows_region, weights_region;   // weights_region -1: no weights travel
+  std::int64_t row_bytes;
+  std::int32_t num_tokens, num_topk, num_local_experts;
+  std::int32_t num_splits;  // warps that share a row
+};
+
+// combine and dispatch backward: own rows below offs[-1] into the window.
+struct StageKernel {
+  KernelCall call;
+  std::uint64_t rows;
+  std::int64_t row_stride_bytes;
+  std::uint64_t factors;  // [C] float32 that multiply the rows; 0: none
+  std::uint64_t weights;  // [C] float32, copied to staged_weights
+  std::uint64_t staged_rows, staged_weights;
+  std::uint64_t num_rows;  // int32: offs[-1]
+  std::int64_t row_bytes;
+  std::uint32_t rows_source, weights_source;  // Source
+  std::int32_t num_splits;
+  std::uint32_t reserved;
+};
+
+// combine and dispatch backward: the sum of each token's rows at the peers, and their weights.
+struct PullKernel {
+  KernelCall call;
+  std::uint64_t slot_map;
+  std::uint64_t out;  // [T, H]; 0: not wanted
+  std::int64_t out_row_stride_bytes;
+  std::uint64_t out_weights;  // [T, K] float32; 0: not wanted
+  std::int64_t rows_region, weights_region;
+  std::int64_t row_bytes;
+  std::int32_t num_tokens, num_topk;
+  std::int32_t num_splits;  // warps that share a row
+  std::uint32_t reserved;
+};
+
+// The backward of a weighted combine's multiplication, in place on grad_expert_out.
+struct WeightGradKernel {
+  KernelCall call;
+  std::uint64_t expert_out;
+  std::int64_t expert_out_row_stride_bytes;
+  std::uint64_t weights, grad_weights;
+  std::uint64_t grad_rows;  // this rank's grad_expert_out
+  std::uint64_t num_rows;   // int32: offs[-1]
+  std::int64_t row_bytes;
+};
+
+// Poison this rank's arena and tell the peers.
+struct AbortKernel {
+  KernelCall call;
+  std::uint32_t reason;
+  std::uint32_t reserved;
+};
+
+}  // namespace epbuf

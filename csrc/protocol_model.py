@@ -1,0 +1,530 @@
+"""Try every interleaving of the protocol that PROTOCOL.md describes, on two and three ranks.
+
+An op is a list of steps; a lane (one stream of one rank) runs its steps in order, and lanes interleave freely. `explore`
+visits every reachable state and answers "ok", "corrupt" (a kernel would read rows that are not the ones it wants, or
+two kernels touch the same rows at once) or "dead-lock" (a wait that nothing will end). `SOUND` holds programs that keep
+the rules, `BROKEN` the same programs with one rule removed. `python csrc/protocol_model.py` prints the table,
+`python csrc/protocol_model.py NAME` the shortest way into the failure of that case.
+
+Three simplifications, each on the safe side:
+
+- A publish reaches all ranks in one step. A store that arrives late looks to its poller like a poll made late, and
+  stores of one rank to one cell keep their order; so arriving at once only makes it easier to miss an epoch.
+- An await passes when all its cells match in one instant. A real poll looks at one cell after the other, which passes
+  in more situations; had one of them mattered, the model would report a dead-lock.
+- A kernel touches all its rows from its own step until the next step of its lane, the longest that it can.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Union
+
+# ---- steps ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Advance:
+    """Add 1 to a counter of this rank."""
+
+    counter: str
+
+    def __str__(self) -> str:
+        return f"advance {self.counter}"
+
+
+@dataclass(frozen=True)
+class Remember:
+    """Copy a counter of this rank into another."""
+
+    counter: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"remember {self.counter} = {self.source}"
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Store an epoch into this rank's cell at every rank: the value of a counter now, or a constant."""
+
+    cell: str
+    epoch: str | int
+
+    def __str__(self) -> str:
+        return f"publish {self.cell} = {self.epoch}"
+
+
+@dataclass(frozen=True)
+class Await:
+    """Wait until the cells of all ranks hold exactly this epoch."""
+
+    cell: str
+    epoch: str | int
+    after_refusal: bool = False
+
+    def __str__(self) -> str:
+        return f"await {self.cell} = {self.epoch}"
+
+
+class Rows(NamedTuple):
+    """Rows of a region: in this rank's window or in everybody's; all of them or those that this rank sends."""
+
+    region: str
+    tag: str
+    everywhere: bool = False
+    only_mine: bool = False
+
+
+@dataclass(frozen=True)
+class Move:
+    """Run a kernel that reads and writes rows; a read wants the rows that carry its tag."""
+
+    name: str
+    reads: tuple[Rows, ...] = ()
+    writes: tuple[Rows, ...] = ()
+    by_user: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Clear:
+    """Set this rank's copy of a cell to zero, for all sources. The protocol has no such step."""
+
+    cell: str
+
+    def __str__(self) -> str:
+        return f"clear {self.cell}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Record an event on this stream; a rank's other streams may wait for it."""
+
+    event: str
+
+    def __str__(self) -> str:
+        return f"record {self.event}"
+
+
+@dataclass(frozen=True)
+class AwaitEvent:
+    """Hold this stream back until the event is recorded."""
+
+    event: str
+
+    def __str__(self) -> str:
+        return f"await event {self.event}"
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End the lane, and with it the kernel before."""
+
+    def __str__(self) -> str:
+        return "finish"
+
+
+Step = Union[Advance, Remember, Publish, Await, Move, Clear, Record, AwaitEvent, Finish]
+Steps = list[Step]
+Lane = tuple[int, int]  # rank, stream
+Programs = dict[Lane, Steps]
+
+# ---- ops, as PROTOCOL.md lists them -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Use:
+    """One dispatch and what follows from it: its frame, its workspaces and the tag its rows carry.
+
+    `recv_in_workspace`: the plan has save_recv=False. `alias`: the data regions of a workspace share their bytes.
+    `in_window`: the experts write into the window themselves; otherwise the op stages their rows.
+    """
+
+    frame: int = 0
+    workspace: int = 0
+    tag: str = "a"
+    recv_in_workspace: bool = False
+    alias: bool = False
+    in_window: bool = True
+
+    @property
+    def round(self) -> str:
+        return f"round[{self.frame}]"
+
+    @property
+    def forward_use(self) -> str:
+        return f"forward_use[{self.workspace}]"
+
+    @property
+    def backward_use(self) -> str:
+        return f"backward_use[{self.workspace}]"
+
+    @property
+    def last_ready(self) -> str:
+        return f"last_ready[{self.workspace}]"
+
+    @property
+    def slots(self) -> Rows:
+        return Rows(f"slots[{self.frame}]", self.tag)
+
+    @property
+    def recv(self) -> Rows:
+        if not self.recv_in_workspace:
+            return Rows(f"recv[{self.frame}]", self.tag)
+        return Rows(f"{'forward' if self.alias else 'recv in workspace'}[{self.workspace}]", self.tag)
+
+    @property
+    def expert_out(self) -> Rows:
+        aliased = self.alias and self.recv_in_workspace
+        return Rows(f"{'forward' if aliased else 'expert_out'}[{self.workspace}]", self.tag + " out")
+
+    @property
+    def grad_expert_out(self) -> Rows:
+        return Rows(f"{'backward' if self.alias else 'grad_expert_out'}[{self.workspace}]", self.tag + " grad out")
+
+    @property
+    def grad_recv(self) -> Rows:
+        return Rows(f"{'backward' if self.alias else 'grad_recv'}[{self.workspace}]", self.tag + " grad in")
+
+    def cell(self, name: str) -> str:
+        """Name a cell of this use: COUNT and ARRIVED belong to the frame, all others to the workspace."""
+        return f"{name}[{self.frame if name in ('count', 'arrived') else self.workspace}]"
+
+
+def sent(rows: Rows) -> Rows:
+    """Turn a region into the rows of it, at every rank, that this rank sends."""
+    return rows._replace(everywhere=True, only_mine=True)
+
+
+def pulled(rows: Rows) -> Rows:
+    """Turn a region into its rows at every rank."""
+    return rows._replace(everywhere=True)
+
+
+def barrier(cell: str, epoch: str, *, after_refusal: bool = False) -> Steps:
+    return [Publish(cell, epoch), Await(cell, epoch, after_refusal)]
+
+
+def route(u: Use) -> Steps:
+    return [
+        Await(u.cell("ack"), u.forward_use),
+        Advance(u.round),
+        *barrier(u.cell("count"), u.round),
+        Move("compute slots", writes=(u.slots,)),
+    ]
+
+
+def refused_route(u: Use, *, holds_workspace: bool = True) -> Steps:
+    steps: Steps = [Await(u.cell("ack"), u.forward_use)] if holds_workspace else []
+    return [
+        *steps,
+        Advance(u.round),
+        *barrier(u.cell("count"), u.round),
+        *barrier(u.cell("arrived"), u.round, after_refusal=True),
+    ]
+
+
+def dispatch(u: Use) -> Steps:
+    return [Move("push rows", reads=(u.slots,), writes=(sent(u.recv),)), *barrier(u.cell("arrived"), u.round)]
+
+
+def experts(u: Use) -> Steps:
+    writes = (u.expert_out,) if u.in_window else ()
+    return [Move("experts", reads=(u.recv,), writes=writes, by_user=True)]
+
+
+def stage_expert_out(u: Use) -> Steps:
+    return [] if u.in_window else [Move("stage rows", writes=(u.expert_out,))]
+
+
+def combine(u: Use) -> Steps:
+    return [
+        *stage_expert_out(u),
+        Advance(u.forward_use),
+        *barrier(u.cell("ready"), u.forward_use),
+        Move("pull rows", reads=(u.slots, pulled(u.expert_out))),
+        Publish(u.cell("ack"), u.forward_use),
+    ]
+
+
+def refused_combine(u: Use) -> Steps:
+    return [
+        *stage_expert_out(u),
+        Advance(u.forward_use),
+        *barrier(u.cell("ready"), u.forward_use),
+        *barrier(u.cell("ack"), u.forward_use, after_refusal=True),
+    ]
+
+
+def enter_backward(u: Use) -> Steps:
+    return [Await(u.cell("grad_ack"), u.last_ready), Advance(u.backward_use)]
+
+
+def combine_backward(u: Use) -> Steps:
+    return [
+        *enter_backward(u),
+        *barrier(u.cell("go"), u.backward_use),
+        Move("push gradients", reads=(u.slots,), writes=(sent(u.grad_expert_out),)),
+        *barrier(u.cell("grad_arrived"), u.backward_use),
+    ]
+
+
+def refused_combine_backward(u: Use) -> Steps:
+    return [
+        *enter_backward(u),
+        *barrier(u.cell("go"), u.backward_use),
+        *barrier(u.cell("grad_arrived"), u.backward_use, after_refusal=True),
+    ]
+
+
+def experts_backward(u: Use) -> Steps:
+    """Compute the input gradient from the row gradient; with recv_in_workspace the received rows are gone."""
+    reads = (u.grad_expert_out,) if u.recv_in_workspace else (u.grad_expert_out, u.recv)
+    return [Move("experts backward", reads=reads, writes=(u.grad_recv,), by_user=True)]
+
+
+def weight_gradient(u: Use) -> Steps:
+    """Compute the weight gradient after dispatch backward, the way zero-bubble schedules delay it."""
+    return [Move("delayed weight gradient", reads=(u.recv, u.grad_expert_out), by_user=True)]
+
+
+def enter_alone(u: Use) -> Steps:
+    """Begin the use of a dispatch backward that no combine backward precedes; its rows are staged by the op."""
+    return [*enter_backward(u), Move("stage gradients", writes=(u.grad_recv,))]
+
+
+def dispatch_backward(u: Use) -> Steps:
+    return [
+        Remember(u.last_ready, u.backward_use),
+        *barrier(u.cell("grad_ready"), u.backward_use),
+        Move("pull gradients", reads=(u.slots, pulled(u.grad_recv))),
+        Publish(u.cell("grad_ack"), u.backward_use),
+    ]
+
+
+def refused_dispatch_backward(u: Use) -> Steps:
+    return [
+        Remember(u.last_ready, u.backward_use),
+        *barrier(u.cell("grad_ready"), u.backward_use),
+        *barrier(u.cell("grad_ack"), u.backward_use, after_refusal=True),
+    ]
+
+
+def forward(u: Use) -> Steps:
+    return route(u) + dispatch(u) + experts(u) + combine(u)
+
+
+def backward(u: Use) -> Steps:
+    return combine_backward(u) + experts_backward(u) + dispatch_backward(u)
+
+
+# ---- the machine ------------------------------------------------------------------------------------------------
+
+Place = tuple[str, int, int]  # a cell: (name, source, destination); rows: (region, owner, sender); a word: (name, rank, 0)
+Memory = tuple[int, ...]  # one number per place: an epoch, a count, a flag, or the number of a tag
+Action = Callable[[Memory], Memory | None]  # None: the lane must wait
+
+
+class State(NamedTuple):
+    """Where each lane stands, and what every place holds."""
+
+    pcs: tuple[int, ...]
+    memory: Memory
+
+
+class Touch(NamedTuple):
+    """The rows that a kernel reads and writes, with the tag that it wants or leaves there."""
+
+    reads: dict[Place, str]
+    writes: dict[Place, str]
+
+
+NOTHING = Touch({}, {})
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `explore` found: "ok", "corrupt" or "dead-lock", and the shortest way into a failure."""
+
+    verdict: str
+    num_states: int
+    trace: tuple[str, ...] = ()
+
+
+class Machine:
+    """All lanes of all ranks and the memory they share.
+
+    `silent` ranks have no tokens: they send and pull no row, and take every other step. With `may_time_out` a wait
+    that is not over may also give up: its rank is poisoned and skips every later step of the library; the user's
+    kernels still run there, on rows that are no longer right.
+    """
+
+    def __init__(self, programs: Programs, *, silent: Sequence[int] = (), may_time_out: bool = False) -> None:
+        self.lanes = sorted(programs)
+        self.steps = [[*programs[lane], Finish()] for lane in self.lanes]
+        self.ranks = range(1 + max(rank for rank, _ in self.lanes))
+        self.senders = [rank for rank in self.ranks if rank not in silent]
+        self.may_time_out = may_time_out
+        self.tags = ["nothing"]
+        self.index: dict[Place, int] = {}
+        self.poison = [self._at("poisoned", rank) for rank in self.ranks]
+        self.touches = [[self._touch(rank, step) for step in lane] for (rank, _), lane in zip(self.lanes, self.steps)]
+        self.actions = [
+            [self._action(rank, step, touch) for step, touch in zip(lane, touches)]
+            for (rank, _), lane, touches in zip(self.lanes, self.steps, self.touches)
+        ]
+
+    def start(self) -> State:
+        """Answer the state in which no lane has begun, every epoch is 0 and every row is empty."""
+        return State((0,) * len(self.lanes), (0,) * len(self.index))
+
+    def is_over(self, state: State) -> bool:
+        """Tell whether every lane has finished."""
+        return all(pc == len(steps) for pc, steps in zip(state.pcs, self.steps))
+
+    def successors(self, state: State) -> Iterator[tuple[State | None, str]]:
+        """List what one step of one lane leads to, with that step in words; None is a corrupt kernel."""
+        for lane_idx, (rank, stream) in enumerate(self.lanes):
+            pc = state.pcs[lane_idx]
+            if pc == len(self.steps[lane_idx]):
+                continue
+            step = self.steps[lane_idx][pc]
+            words = f"rank {rank}, stream {stream}: {step}"
+            is_poisoned = bool(state.memory[self.poison[rank]])
+            if is_poisoned and not (isinstance(step, Move) and step.by_user):
+                memory: Memory | None = state.memory
+            else:
+                memory = self.actions[lane_idx][pc](state.memory)
+            if memory is None and self.may_time_out and isinstance(step, Await):
+                memory, words = _put(state.memory, {self.poison[rank]: 1}), words + ", times out"
+            if isinstance(step, Move) and (step.by_user or not is_poisoned):
+                complaint = self._complaint(state, lane_idx)
+                if complaint:
+                    yield None, words + complaint
+                    continue
+            if memory is not None:
+                yield State((*state.pcs[:lane_idx], pc + 1, *state.pcs[lane_idx + 1 :]), memory), words
+
+    def _at(self, name: str, first: int, second: int = 0) -> int:
+        return self.index.setdefault((name, first, second), len(self.index))
+
+    def _tag(self, tag: str) -> int:
+        if tag not in self.tags:
+            self.tags.append(tag)
+        return self.tags.index(tag)
+
+    def _epoch(self, rank: int, epoch: str | int) -> Callable[[Memory], int]:
+        if isinstance(epoch, int):
+            return lambda memory: epoch
+        at = self._at(epoch, rank)
+        return lambda memory: memory[at]
+
+    def _touch(self, rank: int, step: Step) -> Touch:
+        if not isinstance(step, Move):
+            return NOTHING
+        return Touch(dict(self._parts(rank, step.reads)), dict(self._parts(rank, step.writes)))
+
+    def _parts(self, rank: int, accesses: Sequence[Rows]) -> Iterator[tuple[Place, str]]:
+        for rows in accesses:
+            if rows.everywhere and rank not in self.senders:
+                continue
+            for owner in self.ranks if rows.everywhere else (rank,):
+                for sender in (rank,) if rows.only_mine else self.senders:
+                    yield (rows.region, owner, sender), rows.tag
+
+    def _action(self, rank: int, step: Step, touch: Touch) -> Action:
+        """Turn a step into a function from the memory before it to the memory after it."""
+        match step:
+            case Advance(counter):
+                at = self._at(counter, rank)
+                return lambda memory: _put(memory, {at: memory[at] + 1})
+            case Remember(counter, source):
+                at, value = self._at(counter, rank), self._epoch(rank, source)
+                return lambda memory: _put(memory, {at: value(memory)})
+            case Publish(cell, epoch):
+                cells, value = [self._at(cell, rank, dst) for dst in self.ranks], self._epoch(rank, epoch)
+                return lambda memory: _put(memory, dict.fromkeys(cells, value(memory)))
+            case Await(cell, epoch):
+                cells, value = [self._at(cell, src, rank) for src in self.ranks], self._epoch(rank, epoch)
+                return lambda memory: memory if all(memory[at] == value(memory) for at in cells) else None
+            case Clear(cell):
+                zeros = {self._at(cell, src, rank): 0 for src in self.ranks}
+                return lambda memory: _put(memory, zeros)
+            case Record(event):
+                at = self._at(event, rank)
+                return lambda memory: _put(memory, {at: 1})
+            case AwaitEvent(event):
+                at = self._at(event, rank)
+                return lambda memory: memory if memory[at] else None
+            case _:
+                for place, tag in touch.reads.items():
+                    self._at(*place), self._tag(tag)
+                written = {self._at(*place): self._tag(tag) for place, tag in touch.writes.items()}
+                return lambda memory: _put(memory, written)
+
+    def _complaint(self, state: State, lane_idx: int) -> str:
+        """Say what is wrong with the kernel that a lane is about to start; nothing if it may."""
+        mine = self._seen_touch(state, lane_idx, state.pcs[lane_idx])
+        for other_idx, other_pc in enumerate(state.pcs):
+            if other_idx == lane_idx or other_pc == 0:
+                continue
+            other = self._seen_touch(state, other_idx, other_pc - 1)
+            clash = (mine.writes.keys() & (other.reads.keys() | other.writes.keys())) or (
+                mine.reads.keys() & other.writes.keys()
+            )
+            if clash:
+                region, owner, _ = min(clash)
+                kernel = self.steps[other_idx][other_pc - 1]
+                return f" touches {region} of rank {owner} under '{kernel}' of rank {self.lanes[other_idx][0]}"
+        for (region, owner, sender), tag in mine.reads.items():
+            found = self.tags[state.memory[self.index[region, owner, sender]]]
+            if found != tag:
+                return f" reads {region} of rank {owner}, part of rank {sender}: wants '{tag}', finds '{found}'"
+        return ""
+
+    def _seen_touch(self, state: State, lane_idx: int, pc: int) -> Touch:
+        """Answer what a kernel touches; what a poisoned rank reads is of no interest to anybody."""
+        touch = self.touches[lane_idx][pc]
+        is_poisoned = state.memory[self.poison[self.lanes[lane_idx][0]]]
+        return Touch({}, touch.writes) if is_poisoned else touch
+
+
+def _put(memory: Memory, changes: Mapping[int, int]) -> Memory:
+    after = list(memory)
+    for at, value in changes.items():
+        after[at] = value
+    return tuple(after)
+
+
+def explore(machine: Machine) -> Result:
+    """Visit every reachable state, nearest first, and stop at the first failure."""
+    start = machine.start()
+    came_from: dict[State, tuple[State, str] | None] = {start: None}
+    queue = deque([start])
+    while queue:
+        state = queue.popleft()
+        is_stuck = not machine.is_over(state)
+        for after, words in machine.successors(state):
+            is_stuck = False
+            if after is None:
+                return Result("corrupt", len(came_from), (*_way_to(state, came_from), words))
+            if after not in came_from:
+                came_from[after] = (state, words)
+                queue.append(after)
+        if is_stuck:
+            return Result("dead-lock", len(came_from), _way_to(state, came_from))
+    return Result("ok", len(came_from))
+
+
+def _way_to(state: State, came_from: Mapping[State, tuple[State, str] | None]) -> tuple[str, ...]:
+    words: list[str] = []
+    while (origin := came_from[state]) is not None:
+        state, step = origin
+        words.append(step)
+    return tuple(reversed(words))

@@ -1,0 +1,306 @@
+"""Types of the native module: csrc/bindings.cpp over the structs of csrc/layout.h.
+
+Addresses and streams cross as integers, enums as their numbers. Fields mean what layout.h says.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+CUDA_BUILT: bool
+ANY_WORKSPACE: int
+COUNT_HEADER_CELLS: int
+
+class Op(enum.IntEnum):
+    NONE = 0
+    ROUTE = 1
+    DISPATCH = 2
+    COMBINE = 3
+    COMBINE_BACKWARD = 4
+    DISPATCH_BACKWARD = 5
+
+class Phase(enum.IntEnum):
+    NONE = 0
+    COUNT = 1
+    ARRIVED = 2
+    READY = 3
+    ACK = 4
+    GO = 5
+    GRAD_ARRIVED = 6
+    GRAD_READY = 7
+    GRAD_ACK = 8
+
+class Status(enum.IntEnum):
+    OK = 0
+    REFUSED = 1
+    TIMEOUT = 2
+    MISMATCH = 3
+    ABORTED = 4
+    POISONED = 5
+
+class Refusal(enum.IntEnum):
+    NONE = 0
+    ARGUMENT = 1
+    DTYPE = 2
+    SHAPE = 3
+    DEVICE = 4
+    STRIDES = 5
+    ALIGNMENT = 6
+    TOO_MANY_TOKENS = 7
+    OVERLAP = 8
+    CALL_ORDER = 9
+    LEASE = 10
+    WORKSPACE = 11
+    COPIED_REGION = 12
+    INTERNAL = 13
+
+class Source(enum.IntEnum):
+    TENSOR = 0
+    WINDOW = 1
+    ZERO = 2
+
+class TokenDtype(enum.IntEnum):
+    BF16 = 0
+    FP16 = 1
+    FP32 = 2
+
+class ErrorRecord:
+    status: int
+    op: int
+    phase: int
+    peer: int
+    call: int
+    frame: int
+    workspace: int
+    expected_epoch: int
+    seen_epoch: int
+    peer_call: int
+    peer_progress: int
+    def __init__(self) -> None: ...
+
+class Control:
+    poisoned: int
+    call: int
+    error: ErrorRecord
+    num_refusals: int
+    refusing_rank: int
+    refusal: int
+    refused_op: int
+    num_overflows: int
+    num_early_reuses: int
+    num_bad_ids: int
+    bad_value: int
+    bad_rank: int
+    bad_token: int
+    bad_topk: int
+    staged_bytes: int
+    def __init__(self) -> None: ...
+
+class FrameCounters:
+    round: int
+    open: int
+    demand_peak_rows: int
+    def __init__(self) -> None: ...
+
+class ForwardCounters:
+    use: int
+    def __init__(self) -> None: ...
+
+class BackwardCounters:
+    use: int
+    last_ready: int
+    def __init__(self) -> None: ...
+
+class ArenaOffsets:
+    """Byte offsets; -1 (the start value): the plan has no such region."""
+
+    control: int
+    abort_cells: int
+    progress_cells: int
+    frame_counters: int
+    forward_counters: int
+    backward_counters: int
+    def __init__(self) -> None: ...
+
+class FrameOffsets:
+    """Byte offsets; -1 (the start value): the plan has no such region."""
+
+    count_cells: int
+    arrived_cells: int
+    slot_map: int
+    offs: int
+    counts: int
+    overflow: int
+    recv_topk_weights: int
+    recv_tokens: int
+    recv_scales: int
+    recv_row_scales: int
+    def __init__(self) -> None: ...
+
+class ForwardOffsets:
+    """Byte offsets; -1 (the start value): the plan has no such region."""
+
+    ready_cells: int
+    ack_cells: int
+    route_base: int
+    route_scratch: int
+    expert_out: int
+    recv_tokens: int
+    recv_scales: int
+    recv_row_scales: int
+    def __init__(self) -> None: ...
+
+class BackwardOffsets:
+    """Byte offsets; -1 (the start value): the plan has no such region."""
+
+    go_cells: int
+    grad_arrived_cells: int
+    grad_ready_cells: int
+    grad_ack_cells: int
+    grad_expert_out: int
+    grad_expert_out_scales: int
+    grad_expert_out_row_scales: int
+    grad_recv_tokens: int
+    grad_recv_topk_weights: int
+    def __init__(self) -> None: ...
+
+class Geometry:
+    rank: int
+    num_ranks: int
+    num_experts: int
+    num_local_experts: int
+    num_topk: int
+    hidden: int
+    expert_alignment: int
+    max_tokens_per_rank: int
+    token_dtype: int
+    max_num_sms: int
+    capacity_rows: int
+    token_row_bytes: int
+    route_chunk_tokens: int
+    timeout_us: int
+    def __init__(self) -> None: ...
+
+class RouteCall:
+    frame: int
+    workspace: int
+    refusal: int
+    check_progress: int
+    stream: int
+    topk_idx: int
+    topk_idx_row_stride: int
+    topk_idx_bytes: int
+    num_tokens: int
+    live_tokens: int
+    live_tokens_bytes: int
+    def __init__(self) -> None: ...
+
+class DispatchCall:
+    frame: int
+    workspace: int
+    refusal: int
+    check_progress: int
+    stream: int
+    rows: int
+    row_stride_bytes: int
+    scales: int
+    row_scales: int
+    scales_row_stride_bytes: int
+    topk_weights: int
+    topk_weights_row_stride: int
+    num_tokens: int
+    expects_open: int
+    def __init__(self) -> None: ...
+
+class CombineCall:
+    frame: int
+    workspace: int
+    refusal: int
+    check_progress: int
+    stream: int
+    rows: int
+    row_stride_bytes: int
+    rows_source: int
+    weights_source: int
+    weights: int
+    out: int
+    out_row_stride_bytes: int
+    out_weights: int
+    num_tokens: int
+    begins_use: int
+    clears_open: int
+    def __init__(self) -> None: ...
+
+class WeightGradCall:
+    frame: int
+    workspace: int
+    stream: int
+    expert_out: int
+    expert_out_row_stride_bytes: int
+    weights: int
+    grad_weights: int
+    def __init__(self) -> None: ...
+
+class Outcome:
+    status: int
+    refusing_rank: int
+    refusal: int
+    overflow: int
+    max_demand_rows: int
+    max_demand_rank: int
+    bad_rank: int
+    num_bad_ids: int
+    bad_value: int
+    bad_token: int
+    bad_topk: int
+    def __init__(self) -> None: ...
+
+class HostEngine:
+    """The five ops of one rank's arena over windows in shared memory; every method releases the GIL."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        arena_offsets: ArenaOffsets,
+        frames: list[FrameOffsets],
+        forwards: list[ForwardOffsets],
+        backwards: list[BackwardOffsets],
+        peers: list[int],
+    ) -> None: ...
+    def route(self, call: RouteCall, /) -> Outcome: ...
+    def dispatch(self, call: DispatchCall, /) -> Outcome: ...
+    def combine(self, call: CombineCall, /) -> Outcome: ...
+    def combine_backward(self, call: DispatchCall, /) -> Outcome: ...
+    def dispatch_backward(self, call: CombineCall, /) -> Outcome: ...
+    def weight_grad(self, call: WeightGradCall, /) -> Outcome: ...
+    def control(self) -> Control: ...
+    def abort(self, reason: int) -> None: ...
+    def progress(self) -> list[tuple[int, int, int, int]]:
+        """Return (call, op, frame, workspace) of every rank, as last seen here."""
+
+class HostSegment:
+    """Memory of one window; exports its bytes as a writable buffer, which keeps it mapped."""
+
+    @staticmethod
+    def create(prefix: str, nbytes: int) -> HostSegment: ...
+    @staticmethod
+    def map(name: str, nbytes: int) -> HostSegment: ...
+    @staticmethod
+    def anonymous(nbytes: int) -> HostSegment: ...
+    @staticmethod
+    def sweep(prefix: str) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    def unlink(self) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def sizeof(name: str) -> int: ...
+def handle_put(obj: Any) -> int: ...
+def handle_get(handle: int) -> Any: ...
+def handle_drop(handle: int) -> None: ...
+def handle_objects() -> list[Any]: ...

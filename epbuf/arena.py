@@ -1,0 +1,385 @@
+"""One window for one plan: open, one tensor per region, check, close."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from epbuf import _C
+from epbuf.engine import TOKEN_DTYPES, Engine, describe_progress, failure, open_engine
+from epbuf.errors import CaptureError, ConfigError, EpbufError, LeaseError, NativeError, PlanMismatchError
+from epbuf.lease import Lease, LeaseBook, caller, refuse_while_recording
+from epbuf.plan import Plan, Region, describe_difference
+from epbuf.windows import Window
+from epbuf.windows.group import AnyGroup, Group, VirtualRank, as_group
+from epbuf.windows.host import HostWindow
+from epbuf.windows.local import LocalWindow
+
+_WINDOWS_BY_DEVICE = {"cpu": ("host", "local")}
+
+
+class Arena:
+    """Owner of the window of one plan.
+
+    Attributes:
+        plan: what was opened.
+        rank: this rank within the group.
+        device: where the window lies.
+        order: [1] int32, an ordinary tensor that every op mutates so that compiled code keeps program order.
+        anchor: [1] float32 that requires grad, so that dispatch records a node whatever its inputs need.
+        window_allocations: allocations and registrations of window memory so far; 1 after `open`, for ever.
+    """
+
+    def __init__(self, plan: Plan, group: Group, window: Window, engine: Engine, device: torch.device) -> None:
+        self.plan = plan
+        self.rank = group.rank
+        self.device = device
+        self.window = window
+        self.engine = engine
+        self.token_dtype = TOKEN_DTYPES[plan.config.token_dtype]
+        self.window_allocations = 1
+        self.order = torch.zeros(1, dtype=torch.int32, device=device)
+        self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
+        self.handle = _C.handle_put(weakref.ref(self))
+        self.book = LeaseBook(self.handle, plan.schedule.num_frames, plan.schedule.num_workspaces)
+        self._group = group
+        self._regions = _make_regions(plan, window.storage, device)
+        self._lifetimes = {region.name: region.lifetime for region in plan.regions}
+        self._base = window.peers[group.rank]
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls, plan: Plan, group: AnyGroup = None, *, device: torch.device | str | None = None, window: str = "auto",
+        engine: str = "native",
+    ) -> Arena:  # fmt: skip
+        """Allocate, register and map the window of a plan. The only place that does.
+
+        Collective: every rank of `group` calls it with the same plan. Synchronises.
+
+        Raises:
+            CaptureError: a graph is being captured.
+            ConfigError: the group has another size than the plan, or device, window or engine do not fit.
+            PlanMismatchError: another rank brought another plan; raised on every rank.
+            NativeError: some rank could not allocate; raised on every rank.
+        """
+        _refuse_open_in_capture()
+        _check_plan(plan)
+        with torch.inference_mode(False), torch.no_grad():
+            ranks = as_group(group)
+            place = _device_of(device)
+            kind = _window_kind(window, place, group)
+            _agree(plan, ranks)
+            memory = _WINDOWS[kind](plan.total_bytes, ranks)
+            mover = open_engine(engine, plan, ranks.rank, memory, place)
+            arena = cls(plan, ranks, memory, mover, place)
+            ranks.barrier()
+        return arena
+
+    # ---- leases -------------------------------------------------------------------------------------------------
+
+    def acquire(self, frame: int | None = None) -> Lease:
+        """Take a frame: the lowest free one, or the one that `plan.schedule.frame(...)` names.
+
+        Every rank must take the same frame for the same dispatch.
+
+        Raises:
+            LeaseError: the frame, or every frame, is in use; the arena is closed.
+        """
+        self.require_open("acquire()")
+        return Lease(self, self.book, frame)
+
+    # ---- regions ------------------------------------------------------------------------------------------------
+
+    def region(self, name: str, index: int = 0) -> torch.Tensor:
+        """Return the one tensor of a region of this rank."""
+        self.require_open(name)
+        return self._regions[name][index]
+
+    def has_region(self, name: str) -> bool:
+        """Tell whether the plan has a region."""
+        return name in self._regions
+
+    def lifetime(self, name: str) -> str:
+        """Return the lifetime word of a region; KeyError if the plan has none of that name."""
+        return self._lifetimes[name]
+
+    def address(self, name: str, index: int = 0) -> int:
+        """Return where the plan puts a region in this process."""
+        return self._base + self.plan.region(name, index).offset
+
+    def window_offset(self, name: str, index: int) -> tuple[object, int]:
+        """Return (window, bytes from its start)."""
+        return self.window, self.plan.region(name, index).offset
+
+    def packed(self, name: str, index: int) -> torch.Tensor:
+        """Return a data region and the scales behind it as one uint8 view."""
+        data, scales = self.plan.region(name, index), _scales_of(self.plan, name, index)
+        if scales is not None and scales.offset != data.offset + data.nbytes:
+            raise ConfigError(
+                f"{name} ends at byte {data.offset + data.nbytes} and its scales begin at {scales.offset}: C * row "
+                "must be a multiple of 256 bytes for a packed view; choose a capacity that makes it so"
+            )
+        nbytes = data.nbytes + (scales.nbytes if scales is not None else 0)
+        self.require_open(name)
+        return torch.empty(0, dtype=torch.uint8).set_(self.window.storage, data.offset, (nbytes,), (1,))
+
+    def index_at(self, name: str, tensor: torch.Tensor) -> int:
+        """Return which of the regions of a name a tensor is.
+
+        Raises:
+            NativeError: none: a compiler handed the op a copy.
+        """
+        where = tensor.data_ptr()
+        for index in range(len(self._regions[name])):
+            if self.address(name, index) == where:
+                return index
+        raise NativeError(
+            f"region {name} arrived as a copy at {where:#x}, not as the window's own memory: a compiler functionalised "
+            "the op and needs the region's older value. Do not read regions of a lease before dispatch in compiled "
+            'code, do not return them from it, and use backend="inductor" or eager for this function'
+        )
+
+    # ---- health -------------------------------------------------------------------------------------------------
+
+    def require_open(self, what: str) -> None:
+        """Raise LeaseError when the arena is closed."""
+        if self._closed:
+            raise LeaseError(f"{what} was asked of an arena that is closed; open another with Arena.open(plan, group)")
+
+    def check(self) -> None:
+        """Raise what went wrong on the device and was not raised yet. Reads the device.
+
+        Raises:
+            CaptureError: called while capturing.
+            PeerTimeoutError, LeaseError: the arena is poisoned, and by whom.
+        """
+        refuse_while_recording(self.book, "check()", "call it after the capture, or after a replay")
+        self.require_open("check()")
+        if self.engine.control().poisoned:
+            raise self.failure()
+
+    def failure(self) -> EpbufError:
+        """Describe what poisoned this arena."""
+        control = self.engine.control()
+        return failure(control.error, self.rank, self.plan.config.timeout_s, self._progress())
+
+    @property
+    def poisoned(self) -> bool:
+        """Tell whether a wait failed, here or on a peer. Reads the device."""
+        return bool(self.engine.control().poisoned)
+
+    def barrier(self) -> None:
+        """Wait on the host for every rank of the group. Collective."""
+        self._group.barrier()
+
+    def demand_peak_rows(self) -> int:
+        """Return the largest demand of this rank's dispatches so far, in rows. Reads the device."""
+        return int(self.region("frame_counters").view(torch.int64)[:, 1].max().item())
+
+    def report(self) -> dict[str, Any]:
+        """Return what the arena holds and what it has done, as plain data. Reads the device.
+
+        Raises:
+            CaptureError: called while capturing.
+        """
+        refuse_while_recording(self.book, "report()", "call it after the capture")
+        self.require_open("report()")
+        control = self.engine.control()
+        names = ("num_refusals", "num_overflows", "num_bad_ids", "num_early_reuses", "staged_bytes")
+        return {
+            "rank": self.rank,
+            "window": self.window.kind,
+            "window_bytes": self.plan.total_bytes,
+            "window_allocations": self.window_allocations,
+            "num_frames": self.plan.schedule.num_frames,
+            "num_frames_high_water": self.book.num_frames_high_water,
+            "claims": [{"frame": f, "kind": k, "where": w} for f, k, w in self.book.claims()],
+            "graphs": [{"where": g.where, "frames": sorted(g.frames)} for g in self.book.live_graphs()],
+            "demand_peak_rows": self.demand_peak_rows(),
+            **{name: int(getattr(control, name)) for name in names},
+        }
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the window back. Idempotent.
+
+        Collective, except on a poisoned arena, where it is local. Views handed out before are dead afterwards.
+
+        Raises:
+            CaptureError: called while capturing.
+            LeaseError: graphs that hold the memory are alive; they are listed.
+        """
+        if self._closed:
+            return
+        refuse_while_recording(self.book, "close()", "close the arena after the capture, when its graphs are gone")
+        graphs = self.book.live_graphs()
+        if graphs:
+            places = "\n".join(f"  captured at {g.where}, frames {sorted(g.frames)}" for g in graphs)
+            raise LeaseError(f"close() while {len(graphs)} graph(s) hold this memory:\n{places}\nDrop them first")
+        if not self.poisoned:
+            self._group.barrier()
+        self._let_go()
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._abandon(error)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            warnings.warn(
+                f"an arena of {self.plan.total_bytes} bytes was dropped without close(); its window stays mapped while "
+                "views or peers use it",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def _abandon(self, error: BaseException) -> None:
+        self.engine.abort()
+        warnings.warn(
+            f"rank {self.rank} leaves its arena by {type(error).__name__}: peers are told, the window is not unmapped "
+            "and there is no barrier",
+            ResourceWarning,
+            stacklevel=3,
+        )
+        self._closed = True
+        _C.handle_drop(self.handle)
+
+    def _let_go(self) -> None:
+        self._closed = True
+        _C.handle_drop(self.handle)
+        self.engine.close()
+        self._regions = {}
+        self.window.close()
+
+    def _progress(self) -> list[str]:
+        lines = []
+        for peer, (call, op, frame, workspace) in enumerate(self.engine.progress()):
+            packed = op << 28 | frame << 14 | workspace
+            lines.append(f"rank {peer}: call {call}, {describe_progress(packed) if call else 'none yet'}")
+        return lines
+
+
+def arena_of(handle: int) -> Arena:
+    """Return the open arena behind a handle.
+
+    Raises:
+        LeaseError: it was closed.
+    """
+    try:
+        found = _C.handle_get(handle)()
+    except KeyError:
+        found = None
+    if found is None:
+        raise LeaseError("a lease or ticket of an arena that is closed was used; open an arena and acquire again")
+    assert isinstance(found, Arena)
+    return found
+
+
+def _refuse_open_in_capture() -> None:
+    for reference in _C.handle_objects():
+        arena = reference()
+        recording = arena.book.recording if arena is not None else None
+        if recording is not None and recording.is_mine():
+            raise CaptureError(
+                f"Arena.open at {caller()} allocates and registers memory, which cannot be captured (capture began at "
+                f"{recording.where}): open the arena before the capture and use its leases inside"
+            )
+
+
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"Arena.open takes a Plan, found {type(plan).__name__}; make one with Plan.build(config)")
+
+
+def _device_of(device: torch.device | str | None) -> torch.device:
+    chosen = torch.device("cpu") if device is None else torch.device(device)
+    if chosen.type not in _WINDOWS_BY_DEVICE:
+        raise ConfigError(f'device="{chosen}" has no engine here; found engines for {sorted(_WINDOWS_BY_DEVICE)}')
+    return chosen
+
+
+_WINDOWS: dict[str, Any] = {"host": HostWindow, "local": LocalWindow}
+
+
+def _window_kind(word: str, device: torch.device, group: AnyGroup) -> str:
+    """Choose the kind of window: the word, or the default of the device and group.
+
+    Raises:
+        ConfigError: the word does not exist, or not for this device and group.
+    """
+    one_process = group is None or isinstance(group, VirtualRank)
+    if word == "auto":
+        return "local" if one_process else "host"
+    kinds = _WINDOWS_BY_DEVICE[device.type]
+    if word not in kinds:
+        raise ConfigError(f'window="{word}" does not exist on {device.type}; found {", ".join(kinds)}, or "auto"')
+    if word == "local" and not one_process:
+        raise ConfigError('window="local" is for ranks of one process; pass virtual ranks or no group, or take "host"')
+    if word == "host" and isinstance(group, VirtualRank):
+        raise ConfigError('window="host" is for processes; virtual ranks of one process take "local"')
+    return word
+
+
+def _agree(plan: Plan, group: Group) -> None:
+    if group.size != plan.config.num_ranks:
+        raise ConfigError(
+            f"the plan is for num_ranks={plan.config.num_ranks} and the group has {group.size}; "
+            "build the plan for the group, or pass the right group"
+        )
+    plans = group.all_gather((plan.fingerprint, plan.to_json()))
+    different = next((r for r, (print_, _) in enumerate(plans) if print_ != plans[0][0]), None)
+    if different is not None:
+        _raise_mismatch(plans[0][1], plans[different][1], different)
+
+
+def _raise_mismatch(first: str, other: str, rank: int) -> NoReturn:
+    raise PlanMismatchError(
+        f"ranks of one group must open the same plan; rank 0 and rank {rank} differ in\n"
+        f"{describe_difference(first, other, names=('rank 0', f'rank {rank}'))}\n"
+        "Build it from the same values on every rank"
+    )
+
+
+def _make_regions(plan: Plan, storage: torch.UntypedStorage, device: torch.device) -> dict[str, list[torch.Tensor]]:
+    """Make one tensor per region over one storage; declared aliases are views of one tensor."""
+    tensors: dict[str, list[torch.Tensor]] = {}
+    by_offset: dict[int, torch.Tensor] = {}
+    for region in plan.regions:
+        tensor = _make_tensor(region, storage, device)
+        first = by_offset.setdefault(region.offset, tensor)
+        if first is not tensor:
+            tensor = _alias(first, region)
+        tensors.setdefault(region.name, []).append(tensor)
+    return tensors
+
+
+def _make_tensor(region: Region, storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, region.dtype)
+    stride = torch.empty(region.shape, device="meta").stride()
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    return tensor.set_(storage, region.offset // dtype.itemsize, region.shape, stride)
+
+
+def _alias(first: torch.Tensor, region: Region) -> torch.Tensor:
+    """Return the region as a view of the tensor whose bytes it shares: one version counter for both."""
+    flat = first.view(torch.uint8).view(-1)[: region.nbytes]
+    return flat.view(getattr(torch, region.dtype)).view(region.shape)
+
+
+def _scales_of(plan: Plan, name: str, index: int) -> Region | None:
+    scales = {"recv_tokens": "recv_scales", "grad_expert_out": "grad_expert_out_scales"}.get(name)
+    known = scales is not None and any(r.name == scales and r.index == index for r in plan.regions)
+    return plan.region(scales, index) if known and scales is not None else None

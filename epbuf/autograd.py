@@ -1,0 +1,313 @@
+"""Differentiable `dispatch` and `combine`.
+
+The functions here hold no state: they call the ops, and what backward needs is the ticket that they save.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from epbuf import ops
+from epbuf.arena import Arena
+from epbuf.checks import check_all_tensors
+from epbuf.errors import ConfigError
+from epbuf.lease import Lease, refuse_while_recording
+
+
+@dataclass
+class Received:
+    """What this rank received, expert-major: zone j holds the rows of local expert j.
+
+    Rows past `offs[-1]` are not written: reduce over `trim()` or under `row_mask()`, never over all C rows.
+
+    Attributes:
+        tokens: [C, H] token dtype; padding rows inside a zone are 0.
+        scales: [C, S], or None when the payload has none.
+        row_scales: [C] float32, or None.
+        carrier: tensor that autograd runs through; for payload "same" it is `tokens`.
+        topk_weights: [C] float32; 0 for padding, 1 for rows when dispatch had no weights.
+        offs: [L] int32, ends of the zones, as `torch._grouped_mm(offs=)` takes them.
+        tokens_per_expert: [L] int64, padded rows.
+        valid_tokens_per_expert: [L] int64, true rows kept.
+        total_recv_tokens: [1] int64, rows this step needs, padding included, before dropping.
+        overflow: [1] float32, 1 on all ranks when any rank overflowed; usable as an optimiser's found_inf.
+        ticket: [8] uint8; keeps the frame busy while it lives.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    row_scales: torch.Tensor | None
+    carrier: torch.Tensor
+    topk_weights: torch.Tensor
+    offs: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    valid_tokens_per_expert: torch.Tensor
+    total_recv_tokens: torch.Tensor
+    overflow: torch.Tensor
+    ticket: torch.Tensor
+
+    def trim(self) -> Received:
+        """Return views of the rows that exist, at least max(A, 1) of them, zero where no zone reaches.
+
+        Reads the device once.
+
+        Raises:
+            CaptureError: called while capturing.
+        """
+        arena, state = ops.state_of(self.ticket)
+        refuse_while_recording(arena.book, "trim()", "use recv.offs or row_mask(), which stay on the device")
+        num_rows = int(self.offs[-1].item())
+        state.num_rows = min(max(num_rows, arena.plan.config.expert_alignment), arena.plan.capacity_rows)
+        tokens, weights = self.tokens[: state.num_rows], self.topk_weights[: state.num_rows]
+        if num_rows == 0:  # no zone was written: what the views show is garbage
+            tokens, weights = _zeros_through(tokens), _zeros_through(weights)
+        scales = None if self.scales is None else self.scales[: state.num_rows]
+        row_scales = None if self.row_scales is None else self.row_scales[: state.num_rows]
+        return replace(self, tokens=tokens, carrier=tokens, topk_weights=weights, scales=scales, row_scales=row_scales)
+
+    def dequantize(self) -> torch.Tensor:
+        """Return rows in the token dtype, differentiable; `tokens` itself when the payload is "same"."""
+        return self.tokens
+
+    def row_mask(self) -> torch.Tensor:
+        """Tell which rows are true rows: neither padding nor past the last zone.
+
+        Shapes: [rows of tokens] bool.
+        """
+        row = torch.arange(self.tokens.shape[0], device=self.offs.device)
+        zone = torch.searchsorted(self.offs, row, right=True).clamp(max=self.offs.shape[0] - 1)
+        start = self.offs[zone] - self.tokens_per_expert[zone]
+        return (row < self.offs[-1]) & (row - start < self.valid_tokens_per_expert[zone])
+
+
+def dispatch(
+    lease: Lease, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None = None, *,
+    x_scales: torch.Tensor | None = None, num_tokens: torch.Tensor | None = None,
+) -> Received:  # fmt: skip
+    """Send each token to the ranks of its experts; one dispatch per lease.
+
+    Collective: every rank calls it for the same frame, with its own T (0 included). Differentiable in `x` and
+    `topk_weights`. Runs on the current stream; does not synchronise with the host on CUDA.
+
+    Args:
+        x: [T, H] token dtype; row stride and base multiples of 16 bytes.
+        topk_idx: [T, K] int32 or int64; negative: no expert.
+        topk_weights: [T, K] float32, or None.
+        x_scales: scales of an input that is already quantised.
+        num_tokens: [1] int32 or int64 on the device; rows at or past it are ignored, their y, dx and dw are 0.
+
+    Raises:
+        ConfigError: a bad argument here, or on the rank that is named.
+        LeaseError: the lease has dispatched or ended, no workspace is free, or ranks disagree about the frame.
+        CapacityError: overflow_policy="error" and some rank overflowed (eager; on all ranks).
+        PeerTimeoutError: a rank did not arrive.
+    """
+    arena, frame = _arena(lease), lease.frame
+    _refuse_non_tensors(
+        lease, ops.refuse_dispatch, x=x, topk_idx=topk_idx, topk_weights=topk_weights, x_scales=x_scales,
+        num_tokens=num_tokens,
+    )  # fmt: skip
+    tokens, weights, ticket = _Dispatch.apply(arena.anchor, x, topk_weights, topk_idx, num_tokens, x_scales, lease)
+    lease.ticket, lease.num_tokens = ticket, x.shape[0]
+    counts, num_local = arena.region("counts", frame).detach(), arena.plan.num_local_experts
+    return Received(
+        tokens=tokens,
+        scales=None,
+        row_scales=None,
+        carrier=tokens,
+        topk_weights=weights,
+        offs=arena.region("offs", frame).detach(),
+        tokens_per_expert=counts[:num_local],
+        valid_tokens_per_expert=counts[num_local : 2 * num_local],
+        total_recv_tokens=counts[2 * num_local :],
+        overflow=arena.region("overflow", frame).detach(),
+        ticket=ticket,
+    )
+
+
+def combine(
+    lease: Lease, expert_out: torch.Tensor, *, topk_weights: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, raw_grad: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Bring each token's rows back and add them: y[t] = sum over k, in float32 and k order, rounded once.
+
+    Collective, like dispatch. Reads rows below `offs[-1]` only and never changes `expert_out`. `lease.expert_out`,
+    written by the experts themselves, is read in place; any other tensor is staged by one copy of the live rows.
+
+    Args:
+        expert_out: [C, H] token dtype (or the rows of `Received.trim()`).
+        topk_weights: [C] float32, `recv.topk_weights`: each row times its weight, in the copy that stages it.
+        out: [T, H] token dtype to write y into.
+        raw_grad: give the experts the quantised gradient itself.
+
+    Raises:
+        ConfigError: a bad argument here, or on the rank that is named.
+        LeaseError: combine before dispatch, after release(), or twice.
+        PeerTimeoutError: a rank did not arrive.
+
+    Shapes: returns [T, H] token dtype.
+    """
+    _refuse_non_tensors(lease, ops.refuse_combine, expert_out=expert_out, topk_weights=topk_weights, out=out)
+    if raw_grad:
+        payload = _arena(lease).plan.config.combine_grad_payload.format
+        ops.refuse_combine(
+            lease, ConfigError(f'raw_grad=True needs a quantised combine_grad_payload, found "{payload}"')
+        )
+    return cast(torch.Tensor, _Combine.apply(expert_out, topk_weights, out, lease))
+
+
+def unpack(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return data and scales behind a raw gradient.
+
+    Raises:
+        ConfigError: the tensor is not the gradient of a combine with raw_grad=True.
+    """
+    raise ConfigError(
+        f"unpack takes the gradient that combine(raw_grad=True) gives, found a {list(grad.shape)} {grad.dtype} tensor"
+    )
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor | None, topk_idx: torch.Tensor,
+        num_tokens: torch.Tensor | None, x_scales: torch.Tensor | None, lease: Lease,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        arena, frame = _arena(lease), lease.frame
+        x_data, weights = x.detach(), None if topk_weights is None else topk_weights.detach()
+        ticket = torch.ops.epbuf.route(
+            arena.order, arena.region("offs", frame), arena.region("counts", frame), arena.region("overflow", frame),
+            lease.token, topk_idx, num_tokens, x_data, x_scales, weights,
+        )  # fmt: skip
+        recv_tokens, recv_weights = arena.region("recv_tokens", frame), arena.region("recv_topk_weights", frame)
+        torch.ops.epbuf.dispatch(arena.order, recv_tokens, recv_weights, ticket, x_data, x_scales, weights)
+        ctx.save_for_backward(ticket)
+        ctx.arena, ctx.num_tokens = arena, x.shape[0]
+        ctx.mark_non_differentiable(ticket)
+        ctx.set_materialize_grads(False)
+        return recv_tokens.detach(), recv_weights.detach(), ticket
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any, grad_tokens: torch.Tensor | None, grad_weights: torch.Tensor | None, _: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        arena: Arena = ctx.arena
+        (ticket,) = ctx.saved_tensors
+        _require_backward(arena)
+        dx = _token_rows(arena, ctx.num_tokens) if ctx.needs_input_grad[1] else None
+        dw = _token_weights(arena, ctx.num_tokens) if ctx.needs_input_grad[2] else None
+        torch.ops.epbuf.dispatch_backward(arena.order, dx, dw, ticket, _dense(grad_tokens), _dense(grad_weights))
+        return None, dx, dw, None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None, lease: Lease
+    ) -> torch.Tensor:
+        arena, ticket = _arena(lease), lease.ticket
+        y = _token_rows(arena, lease.num_tokens) if out is None else out
+        rows, weights = expert_out.detach(), None if topk_weights is None else topk_weights.detach()
+        torch.ops.epbuf.combine(arena.order, y, lease.token, ticket, rows, weights)
+        ctx.arena, ctx.num_rows, ctx.weighted = arena, expert_out.shape[0], weights is not None
+        if weights is None:
+            ctx.save_for_backward(ticket)
+        else:
+            ctx.save_for_backward(ticket, rows, _saved_weights(arena, lease, weights))
+        ctx.set_materialize_grads(False)
+        if out is not None:
+            ctx.mark_dirty(out)
+        return y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        arena: Arena = ctx.arena
+        ticket = ctx.saved_tensors[0]
+        _require_backward(arena)
+        grad_rows, grad_weights = _backward_regions(arena, ticket, ctx.weighted)
+        expert_out = weights = None
+        if ctx.weighted:
+            expert_out, weights = ctx.saved_tensors[1:]
+            weights = _weights_of(arena, ticket) if weights is None else weights
+        dy = _dense(grad) if grad is not None else _missing_gradient(arena, ticket)
+        torch.ops.epbuf.combine_backward(arena.order, grad_rows, grad_weights, ticket, dy, expert_out, weights)
+        rows = _first_rows(arena, ticket, grad_rows, ctx.num_rows)
+        if grad_weights is not None:
+            grad_weights = _first_rows(arena, ticket, grad_weights, ctx.num_rows)
+        return rows, grad_weights, None, None
+
+
+def _arena(lease: Lease) -> Arena:
+    return cast(Arena, lease.arena)
+
+
+def _refuse_non_tensors(lease: Lease, refuse: Any, **arguments: object) -> None:
+    error = check_all_tensors(arguments)
+    if error is not None:
+        refuse(lease, error)
+
+
+def _require_backward(arena: Arena) -> None:
+    if arena.plan.config.inference_only:
+        raise ConfigError(
+            "backward through an arena whose plan has inference_only=True: it has no regions for gradients; "
+            "build the plan with inference_only=False"
+        )
+
+
+def _token_rows(arena: Arena, num_tokens: int) -> torch.Tensor:
+    return torch.empty((num_tokens, arena.plan.config.hidden), dtype=arena.token_dtype, device=arena.device)
+
+
+def _token_weights(arena: Arena, num_tokens: int) -> torch.Tensor:
+    return torch.empty((num_tokens, arena.plan.config.num_topk), dtype=torch.float32, device=arena.device)
+
+
+def _saved_weights(arena: Arena, lease: Lease, weights: torch.Tensor) -> torch.Tensor | None:
+    """Return what backward must keep of the row weights: nothing when they are the frame's own region."""
+    if torch.compiler.is_compiling():
+        return weights.clone()
+    return None if weights.data_ptr() == arena.address("recv_topk_weights", lease.frame) else weights
+
+
+def _weights_of(arena: Arena, ticket: torch.Tensor) -> torch.Tensor:
+    return arena.region("recv_topk_weights", ops.state_of(ticket)[1].frame)
+
+
+def _backward_regions(arena: Arena, ticket: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the regions of the workspace that the op will claim; compiled code bakes workspace 0 in."""
+    workspace = 0
+    if not torch.compiler.is_compiling():
+        workspace = arena.book.next_workspace(ops.state_of(ticket)[1].frame, "backward")
+    grad_weights = arena.region("grad_recv_topk_weights", workspace) if weighted else None
+    return arena.region("grad_expert_out", workspace), grad_weights
+
+
+def _missing_gradient(arena: Arena, ticket: torch.Tensor) -> torch.Tensor:
+    return _token_rows(arena, ops.state_of(ticket)[1].num_tokens).zero_()
+
+
+def _first_rows(arena: Arena, ticket: torch.Tensor, region: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the gradient of trimmed rows, zero where no zone reaches; the region itself for all C rows."""
+    rows = region.detach()
+    if num_rows == arena.plan.capacity_rows:
+        return rows
+    offs = arena.region("offs", ops.state_of(ticket)[1].frame)
+    tail = torch.arange(num_rows, device=rows.device) >= offs[-1]
+    return rows[:num_rows].masked_fill_(tail.view(-1, *[1] * (rows.ndim - 1)), 0)
+
+
+def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient in a form the engine reads: dense rows, 16-byte strides."""
+    return None if grad is None else grad.contiguous()
+
+
+def _zeros_through(rows: torch.Tensor) -> torch.Tensor:
+    """Return zeros that stay connected to `rows` in the autograd graph."""
+    return rows.masked_fill(torch.ones((), dtype=torch.bool, device=rows.device), 0)

@@ -1,0 +1,312 @@
+"""`CapturedStep`: warm up, capture once, call with new inputs; and the guard around what cannot be captured.
+
+On CUDA the step is one CUDA graph. On CPU there are no graphs: a replay runs the recorded callable again, on the same
+static inputs, under the same guard and with the frames that the capture took. Everything else, the state machine, the
+holds and the errors, is the same code.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_map
+
+from epbuf.arena import Arena
+from epbuf.errors import CapacityError, CaptureError, ConfigError, EpbufError, LeaseError
+from epbuf.lease import Graph, caller
+
+OnOverflow: TypeAlias = 'Literal["raise", "skip"] | Callable[[CapturedStep], None]'
+
+
+class CapturedStep:
+    """A step that was captured once and is called with new inputs of the same shapes."""
+
+    def __init__(
+        self, arenas: tuple[Arena, ...], fn: Callable[..., Any], inputs: tuple[Any, ...], graph: Graph,
+        on_overflow: OnOverflow | None,
+    ) -> None:  # fmt: skip
+        self._arenas = arenas
+        self._fn = fn
+        self._inputs = inputs
+        self._graph = graph
+        self._on_overflow = on_overflow
+        self._outputs: Any = None
+        self._seen = [_Counters(arena) for arena in arenas]
+        self._closed = False
+
+    @classmethod
+    def capture(
+        cls, arenas: Arena | Sequence[Arena], fn: Callable[..., Any], example_inputs: Sequence[Any], *,
+        warmup: int = 2, restore: Sequence[Any] = (), on_overflow: OnOverflow | None = None,
+    ) -> CapturedStep:  # fmt: skip
+        """Warm `fn` up, put back what that changed, and capture it.
+
+        Collective over the group of every arena; begins and ends with a barrier of the host. Synchronises.
+
+        Args:
+            arenas: every arena that `fn` uses.
+            fn: takes tensors shaped as `example_inputs`, returns tensors (any pytree).
+            warmup: how often `fn` runs before the capture.
+            restore: modules, optimisers, tensors and generators whose state warm-up must not change; the default
+                random number generators are always put back. Optimiser state that warm-up creates is zeroed.
+            on_overflow: "raise": CapacityError at the next call or check(); "skip": nothing is raised, the step reads
+                recv.overflow; a callable: called with the step at the next call or check(). None: "raise" when an
+                arena's overflow_policy is "error", else "skip".
+
+        Raises:
+            CaptureError: a capture is under way, `fn` made a call that cannot be captured, or a claim made inside `fn`
+                outlives it.
+        """
+        owners = (arenas,) if isinstance(arenas, Arena) else tuple(arenas)
+        _refuse_nested(owners)
+        for arena in owners:
+            arena.barrier()
+        inputs = tuple(_static(value) for value in example_inputs)
+        step = cls(owners, fn, inputs, Graph(object(), caller(), bool), on_overflow)
+        itself = weakref.ref(step)
+        step._graph.alive = lambda: (me := itself()) is not None and not me._closed
+        before = Snapshot(restore)
+        with step._guard("warm up"):
+            for _ in range(warmup):
+                fn(*inputs)
+        before.put_back()
+        step._record()
+        before.put_back()
+        step._seen = [_Counters(arena) for arena in owners]
+        for arena in owners:
+            arena.barrier()
+        return step
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Copy `inputs` into the static ones, launch, and return the static outputs.
+
+        Never synchronises with the host on CUDA: what goes wrong in a replay is raised by the next call or check().
+
+        Raises:
+            ConfigError: an input of another shape, dtype or count.
+            CapacityError, LeaseError, PeerTimeoutError: what the previous replay met.
+        """
+        if self._closed:
+            raise CaptureError(f"the step captured at {self._graph.where} is closed; capture another")
+        self.check()
+        self._take(inputs)
+        with self._guard("replay"):
+            outputs = self._fn(*self._inputs)
+        with torch.no_grad():
+            tree_map(_copy_into, self._outputs, outputs)
+        return self._outputs
+
+    def check(self) -> None:
+        """Raise what replays so far met and did not raise yet.
+
+        Raises:
+            CapacityError: a dispatch overflowed and on_overflow is "raise".
+            ConfigError: an id was not below num_experts, and the plan has validate_ids.
+            LeaseError: a frame was used again before its backward.
+            PeerTimeoutError: a rank did not arrive.
+        """
+        for position, arena in enumerate(self._arenas):
+            arena.check()
+            then, now = self._seen[position], _Counters(arena)
+            self._seen[position] = now
+            self._judge(arena, then, now)
+
+    def close(self) -> None:
+        """End this graph's hold on its arenas. Idempotent; local."""
+        self._closed = True
+        self._outputs = None
+
+    # ---- how it works -------------------------------------------------------------------------------------------
+
+    def _record(self) -> None:
+        serials = [arena.book.newest_serial() for arena in self._arenas]
+        with self._guard("record"):
+            outputs = self._fn(*self._inputs)
+        self._outputs = tree_map(_detached, outputs)
+        del outputs
+        gc.collect()
+        left = [c for a, s in zip(self._arenas, serials, strict=True) for c in a.book.claims_since(s)]
+        if left:
+            self.close()
+            raise CaptureError(
+                "claims made inside the captured step are still alive after it: " + "; ".join(left) + ". Release the "
+                "lease, drop the Received, and run backward (or use no_grad) inside the step; a lease opened before "
+                "the capture may be used instead"
+            )
+
+    @contextmanager
+    def _guard(self, phase: Literal["warm up", "record", "replay"]) -> Iterator[None]:
+        """Mark the arenas as being captured by this step, with Python's collector off."""
+        collecting = gc.isenabled()
+        gc.disable()
+        self._graph.begin(phase)
+        with ExitStack() as stack:
+            for arena in self._arenas:
+                stack.enter_context(arena.book.recording_into(self._graph))
+            try:
+                yield
+            finally:
+                if collecting:
+                    gc.enable()
+
+    def _take(self, inputs: tuple[Any, ...]) -> None:
+        if len(inputs) != len(self._inputs):
+            raise ConfigError(f"the step was captured with {len(self._inputs)} inputs and called with {len(inputs)}")
+        for position, (static, given) in enumerate(zip(self._inputs, inputs, strict=True)):
+            _check_like(position, static, given)
+        with torch.no_grad():
+            for static, given in zip(self._inputs, inputs, strict=True):
+                _copy_into(static, given)
+
+    def _judge(self, arena: Arena, then: _Counters, now: _Counters) -> None:
+        if now.num_early_reuses > then.num_early_reuses:
+            raise LeaseError(
+                f"a replay of the step captured at {self._graph.where} ran a backward whose dispatch had already been "
+                "followed by its backward: replay forward and backward graphs in turns, or plan more frames"
+            )
+        if now.num_bad_ids > then.num_bad_ids and arena.plan.config.validate_ids:
+            raise now.bad_id_error(arena)
+        if now.num_overflows > then.num_overflows:
+            self._overflowed(arena, now.num_overflows - then.num_overflows)
+
+    def _overflowed(self, arena: Arena, times: int) -> None:
+        action = self._on_overflow
+        if action is None:
+            action = "raise" if arena.plan.config.overflow_policy == "error" else "skip"
+        if callable(action):
+            action(self)
+        elif action == "raise":
+            raise CapacityError(
+                f"{times} dispatch(es) of a replay needed up to {arena.demand_peak_rows()} rows on a rank and "
+                f"recv_capacity_per_rank is {arena.plan.capacity_rows}: rows were dropped. Plan more and capture again"
+            )
+
+
+class _Counters:
+    """The event counters of an arena at one moment."""
+
+    def __init__(self, arena: Arena) -> None:
+        control = arena.engine.control()
+        self.num_overflows = int(control.num_overflows)
+        self.num_bad_ids = int(control.num_bad_ids)
+        self.num_early_reuses = int(control.num_early_reuses)
+        self.bad_id = (int(control.bad_rank), int(control.bad_token), int(control.bad_value))
+
+    def bad_id_error(self, arena: Arena) -> EpbufError:
+        rank, token, value = self.bad_id
+        return ConfigError(
+            f"in a replay rank {rank} routed token {token} to expert {value}; ids lie in "
+            f"[0, num_experts={arena.plan.config.num_experts}), and a negative id means no expert"
+        )
+
+
+class Snapshot:
+    """The state of modules, optimisers, tensors and generators, to be put back in place.
+
+    Addresses do not change. Gradients that were None become None again; optimiser state that did not exist is zeroed,
+    because a captured optimiser needs it allocated.
+    """
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._optimizers = [item for item in items if isinstance(item, torch.optim.Optimizer)]
+        self._states = [_copy_state(optimizer) for optimizer in self._optimizers]
+        self._generators = [(g, g.get_state()) for g in items if isinstance(g, torch.Generator)]
+        self._random = torch.get_rng_state()
+        for item in items:
+            self._add(item)
+
+    def put_back(self) -> None:
+        """Put everything back."""
+        with torch.no_grad():
+            for tensor, value in self._tensors:
+                tensor.copy_(value)
+            for tensor, gradient in self._gradients:
+                _put_back_gradient(tensor, gradient)
+            for optimizer, state in zip(self._optimizers, self._states, strict=True):
+                _put_back_state(optimizer, state)
+        for generator, generator_state in self._generators:
+            generator.set_state(generator_state)
+        torch.set_rng_state(self._random)
+
+    def _add(self, item: Any) -> None:
+        if isinstance(item, torch.nn.Module):
+            for tensor in (*item.parameters(), *item.buffers()):
+                self._add(tensor)
+        elif isinstance(item, torch.Tensor):
+            self._tensors.append((item, item.detach().clone()))
+            if item.is_leaf:
+                self._gradients.append((item, None if item.grad is None else item.grad.detach().clone()))
+        elif not isinstance(item, torch.optim.Optimizer | torch.Generator):
+            raise ConfigError(f"restore takes modules, optimisers, tensors and generators, found {type(item).__name__}")
+
+
+def _copy_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
+    return {
+        parameter: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        for parameter, state in optimizer.state.items()
+    }
+
+
+def _put_back_state(optimizer: torch.optim.Optimizer, before: dict[Any, dict[str, Any]]) -> None:
+    for parameter, state in optimizer.state.items():
+        known = before.get(parameter, {})
+        for key in list(state):
+            if isinstance(state[key], torch.Tensor):
+                state[key].copy_(known[key]) if key in known else state[key].zero_()
+            elif key in known:
+                state[key] = known[key]
+            else:
+                del state[key]
+
+
+def _put_back_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    if gradient is None or tensor.grad is None:
+        tensor.grad = gradient
+    else:
+        tensor.grad.copy_(gradient)
+
+
+def _refuse_nested(arenas: tuple[Arena, ...]) -> None:
+    for arena in arenas:
+        arena.require_open("CapturedStep.capture")
+        if arena.book.recording is not None:
+            raise CaptureError(
+                f"CapturedStep.capture inside the capture begun at {arena.book.recording.where}: captures do not nest; "
+                "capture this step on its own, before or after"
+            )
+
+
+def _static(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _copy_into(static: Any, given: Any) -> Any:
+    if isinstance(static, torch.Tensor) and static is not given:
+        static.copy_(given)
+    return static
+
+
+def _check_like(position: int, static: Any, given: Any) -> None:
+    if not isinstance(static, torch.Tensor):
+        if static != given:
+            raise ConfigError(f"input {position} was {static!r} at capture, {given!r} now; only tensors may change")
+        return
+    found = (list(given.shape), given.dtype) if isinstance(given, torch.Tensor) else type(given).__name__
+    if found != (list(static.shape), static.dtype):
+        raise ConfigError(
+            f"input {position} was captured as {(list(static.shape), static.dtype)} and is {found} now; capture a step "
+            "for each shape, or pad and pass num_tokens"
+        )

@@ -1,0 +1,306 @@
+"""What the ops demand of their arguments.
+
+A check raises an `EpbufError` whose `refusal` says, in one number that fits a cell, why this rank refuses; the op then
+completes the round so that no peer waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn, TypeVar
+
+import torch
+
+from epbuf import _C
+from epbuf.arena import Arena
+from epbuf.engine import TOKEN_DTYPES
+from epbuf.errors import ConfigError, EpbufError, LeaseError, NativeError
+from epbuf.lease import Ticket
+
+_Error = TypeVar("_Error", bound=EpbufError)
+_ROW_ALIGNMENT = 16  # bytes; the widest access of the copy kernels
+
+_PEER_ERRORS: dict[int, type[EpbufError]] = {
+    int(_C.Refusal.CALL_ORDER): LeaseError,
+    int(_C.Refusal.LEASE): LeaseError,
+    int(_C.Refusal.WORKSPACE): LeaseError,
+    int(_C.Refusal.COPIED_REGION): NativeError,
+    int(_C.Refusal.INTERNAL): NativeError,
+}
+
+_CAUSES = {
+    _C.Refusal.ARGUMENT: "an argument of the wrong kind",
+    _C.Refusal.DTYPE: "a tensor of the wrong dtype",
+    _C.Refusal.SHAPE: "a tensor of the wrong shape",
+    _C.Refusal.DEVICE: "a tensor on the wrong device",
+    _C.Refusal.STRIDES: "a tensor whose strides it cannot read",
+    _C.Refusal.ALIGNMENT: "a tensor that is not 16-byte aligned",
+    _C.Refusal.TOO_MANY_TOKENS: "more tokens than max_tokens_per_rank",
+    _C.Refusal.OVERLAP: "a tensor that overlaps a region the call writes",
+    _C.Refusal.CALL_ORDER: "a call out of order (one dispatch per lease, then one combine)",
+    _C.Refusal.LEASE: "a lease that has ended",
+    _C.Refusal.WORKSPACE: "no free workspace",
+    _C.Refusal.COPIED_REGION: "a compiler's copy of a region",
+    _C.Refusal.INTERNAL: "an unexpected error",
+}
+
+
+def refuse(cause: _C.Refusal, error: _Error) -> NoReturn:
+    """Raise `error`, marked with the cause that travels to the peers."""
+    error.refusal = int(cause)
+    raise error
+
+
+def refusal_of(error: BaseException | None) -> int:
+    """Return the cause that travels for an error of this rank; 0 for none."""
+    if error is None:
+        return 0
+    return getattr(error, "refusal", 0) or int(_C.Refusal.INTERNAL)
+
+
+def peer_error(op: str, rank: int, refusal: int) -> EpbufError:
+    """Say on this rank that another one refused."""
+    kind = _PEER_ERRORS.get(refusal, ConfigError)
+    return kind(
+        f"rank {rank} refused {op}: {_CAUSES[_C.Refusal(refusal)]}. Nothing moved on any rank; its own error says "
+        "what was asked and found"
+    )
+
+
+def check_all_tensors(arguments: dict[str, object]) -> EpbufError | None:
+    """Return the error for the first argument that is neither a tensor nor None."""
+    for name, value in arguments.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            error = ConfigError(f"{name} must be a torch.Tensor, found {type(value).__name__}")
+            error.refusal = int(_C.Refusal.ARGUMENT)
+            return error
+    return None
+
+
+def check_dispatch_order(arena: Arena, frame: int, lease: int) -> None:
+    """One dispatch per living lease."""
+    if not arena.book.is_live_lease(frame, lease):
+        refuse(
+            _C.Refusal.LEASE,
+            LeaseError(f"dispatch on a lease of frame {frame} that was released; acquire another for this dispatch"),
+        )
+    if arena.book.dispatched(frame):
+        refuse(
+            _C.Refusal.CALL_ORDER,
+            LeaseError(f"dispatch was called twice on one lease of frame {frame}; acquire a lease for each dispatch"),
+        )
+
+
+def check_tokens(arena: Arena, x: object, frame: int) -> torch.Tensor:
+    """Check x [T, H] token dtype, row-strided, outside the regions that dispatch writes."""
+    config = arena.plan.config
+    rows = _rows(arena, "x", x, dtype=TOKEN_DTYPES[config.token_dtype])
+    if rows.shape[0] > config.max_tokens_per_rank:
+        refuse(
+            _C.Refusal.TOO_MANY_TOKENS,
+            ConfigError(
+                f"x has {rows.shape[0]} tokens and the plan was built for max_tokens_per_rank="
+                f"{config.max_tokens_per_rank}; build the plan for the longest batch"
+            ),
+        )
+    _check_outside(arena, "x", rows, "recv_tokens", frame if arena.lifetime("recv_tokens") == "frame" else None)
+    _check_outside(arena, "x", rows, "recv_topk_weights", frame)
+    return rows
+
+
+def check_topk_idx(arena: Arena, topk_idx: object, num_tokens: int) -> torch.Tensor:
+    """Check topk_idx [T, K] int32 or int64 with dense rows."""
+    return _per_topk(arena, "topk_idx", topk_idx, num_tokens, (torch.int64, torch.int32))
+
+
+def check_topk_weights(arena: Arena, topk_weights: object, num_tokens: int) -> torch.Tensor | None:
+    """Check topk_weights [T, K] float32 with dense rows, or None."""
+    if topk_weights is None:
+        return None
+    return _per_topk(arena, "topk_weights", topk_weights, num_tokens, (torch.float32,))
+
+
+def check_live_tokens(arena: Arena, num_tokens: object) -> torch.Tensor | None:
+    """Check num_tokens [1] int32 or int64 on the arena's device, or None."""
+    if num_tokens is None:
+        return None
+    live = _tensor("num_tokens", num_tokens)
+    if live.shape != (1,):
+        refuse(_C.Refusal.SHAPE, ConfigError(f"num_tokens must have shape [1], found {list(live.shape)}"))
+    _check_kind(arena, "num_tokens", live, (torch.int64, torch.int32))
+    return live
+
+
+def check_no_scales(arena: Arena, x_scales: object) -> None:
+    """Refuse scales where the payload has none."""
+    if x_scales is not None:
+        payload = arena.plan.config.dispatch_payload.format
+        refuse(
+            _C.Refusal.ARGUMENT,
+            ConfigError(f'x_scales was given and dispatch_payload="{payload}" carries none; pass x_scales=None'),
+        )
+
+
+def check_combine_order(ticket: Ticket | None, frame: int) -> Ticket:
+    """Combine once, after dispatch."""
+    if ticket is None:
+        refuse(
+            _C.Refusal.CALL_ORDER,
+            LeaseError(f"combine on frame {frame} before dispatch or after release(): call dispatch(lease, ...) first"),
+        )
+    if ticket.combined:
+        refuse(
+            _C.Refusal.CALL_ORDER,
+            LeaseError(f"combine was called twice for one dispatch on frame {frame}; acquire a lease for another pair"),
+        )
+    return ticket
+
+
+def check_expert_out(arena: Arena, expert_out: object, ticket: Ticket, workspace: int) -> tuple[torch.Tensor, bool]:
+    """Check expert_out [C, H] (or the rows of trim()); tell whether it is our own region."""
+    rows = _rows(arena, "expert_out", expert_out, dtype=TOKEN_DTYPES[arena.plan.config.token_dtype])
+    capacity = arena.plan.capacity_rows
+    if rows.shape[0] not in (capacity, ticket.num_rows):
+        refuse(
+            _C.Refusal.SHAPE,
+            ConfigError(
+                f"expert_out has {rows.shape[0]} rows; expected C={capacity}"
+                + (f" or the {ticket.num_rows} of trim()" if ticket.num_rows != capacity else "")
+                + ": one per row of recv.tokens"
+            ),
+        )
+    own = arena.region("expert_out", workspace)
+    if rows.data_ptr() == own.data_ptr() and rows.stride(0) == own.stride(0):
+        return rows, True
+    _check_outside(arena, "expert_out", rows, "expert_out", workspace)
+    return rows, False
+
+
+def check_row_weights(arena: Arena, topk_weights: object, num_rows: int, in_window: bool) -> torch.Tensor | None:
+    """Check combine's topk_weights [C] float32 (or the rows of trim()), or None."""
+    if topk_weights is None:
+        return None
+    weights = _tensor("topk_weights", topk_weights)
+    if in_window:
+        refuse(
+            _C.Refusal.ARGUMENT,
+            ConfigError(
+                "topk_weights together with the window's own lease.expert_out: nothing is staged there, so nothing "
+                "would be multiplied; multiply in the kernel that writes lease.expert_out"
+            ),
+        )
+    if weights.shape != (num_rows,):
+        refuse(
+            _C.Refusal.SHAPE,
+            ConfigError(
+                f"combine takes topk_weights [{num_rows}], one per row of expert_out (recv.topk_weights), "
+                f"found {list(weights.shape)}"
+            ),
+        )
+    _check_kind(arena, "topk_weights", weights, (torch.float32,))
+    if not weights.is_contiguous():
+        refuse(_C.Refusal.STRIDES, ConfigError("topk_weights of combine must be contiguous; call .contiguous()"))
+    return weights
+
+
+def check_out(arena: Arena, out: object, num_tokens: int) -> torch.Tensor:
+    """Check a caller's y [T, H], outside the window."""
+    rows = _rows(arena, "out", out, dtype=TOKEN_DTYPES[arena.plan.config.token_dtype])
+    if rows.shape[0] != num_tokens:
+        refuse(_C.Refusal.SHAPE, ConfigError(f"out has {rows.shape[0]} rows and x of the dispatch had {num_tokens}"))
+    if _overlaps(rows, arena.address("control"), arena.plan.total_bytes):
+        refuse(_C.Refusal.OVERLAP, ConfigError("out lies in the arena's window; pass an ordinary tensor, or out=None"))
+    return rows
+
+
+def check_gradient(arena: Arena, name: str, grad: object, num_rows: int) -> torch.Tensor:
+    """Check a gradient of rows [num_rows, H] of the token dtype."""
+    rows = _rows(arena, name, grad, dtype=TOKEN_DTYPES[arena.plan.config.token_dtype])
+    if rows.shape[0] != num_rows:
+        refuse(_C.Refusal.SHAPE, ConfigError(f"{name} has {rows.shape[0]} rows, expected {num_rows}"))
+    return rows
+
+
+def _rows(arena: Arena, name: str, value: object, *, dtype: torch.dtype) -> torch.Tensor:
+    rows = _tensor(name, value)
+    hidden = arena.plan.config.hidden
+    if rows.ndim != 2 or rows.shape[1] != hidden:
+        refuse(_C.Refusal.SHAPE, ConfigError(f"{name} must be [rows, hidden={hidden}], found {list(rows.shape)}"))
+    _check_kind(arena, name, rows, (dtype,))
+    if rows.shape[0] == 0:
+        return rows
+    stride_bytes = rows.stride(0) * rows.element_size()
+    if rows.stride(1) != 1 or stride_bytes < 0 or stride_bytes % _ROW_ALIGNMENT:
+        refuse(
+            _C.Refusal.STRIDES,
+            ConfigError(
+                f"{name} has strides {tuple(rows.stride())} in elements; rows must be dense and their stride a "
+                f"multiple of {_ROW_ALIGNMENT} bytes, found {stride_bytes} bytes; call {name}.contiguous()"
+            ),
+        )
+    if rows.data_ptr() % _ROW_ALIGNMENT:
+        refuse(
+            _C.Refusal.ALIGNMENT,
+            ConfigError(
+                f"{name} begins at address {rows.data_ptr():#x}, which is not a multiple of {_ROW_ALIGNMENT} bytes; "
+                f"clone it or slice it at a multiple of {_ROW_ALIGNMENT // rows.element_size()} elements"
+            ),
+        )
+    return rows
+
+
+def _per_topk(arena: Arena, name: str, value: object, num_tokens: int, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    tensor = _tensor(name, value)
+    num_topk = arena.plan.config.num_topk
+    if tensor.ndim != 2 or tensor.shape[1] != num_topk or tensor.shape[0] != num_tokens:
+        refuse(
+            _C.Refusal.SHAPE,
+            ConfigError(
+                f"{name} must have shape [T={num_tokens} as x, num_topk={num_topk} as planned], "
+                f"found {list(tensor.shape)}"
+            ),
+        )
+    _check_kind(arena, name, tensor, dtypes)
+    if tensor.shape[0] and tensor.stride(1) != 1 and num_topk > 1:
+        refuse(
+            _C.Refusal.STRIDES,
+            ConfigError(f"{name} has strides {tuple(tensor.stride())}; rows must be dense: call {name}.contiguous()"),
+        )
+    return tensor
+
+
+def _tensor(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        refuse(_C.Refusal.ARGUMENT, ConfigError(f"{name} must be a torch.Tensor, found {type(value).__name__}"))
+    return value
+
+
+def _check_kind(arena: Arena, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.device.type != arena.device.type or (tensor.device.index or 0) != (arena.device.index or 0):
+        refuse(
+            _C.Refusal.DEVICE,
+            ConfigError(f"{name} is on {tensor.device} and the arena on {arena.device}; move it with .to(device)"),
+        )
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        refuse(
+            _C.Refusal.DTYPE,
+            ConfigError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected {expected}"),
+        )
+
+
+def _check_outside(arena: Arena, name: str, tensor: torch.Tensor, region_name: str, index: int | None) -> None:
+    """Refuse a tensor that shares bytes with a region; index None: with any of that name."""
+    for region in (r for r in arena.plan.regions if r.name == region_name and index in (None, r.index)):
+        if _overlaps(tensor, arena.address(region_name, region.index), region.nbytes):
+            refuse(
+                _C.Refusal.OVERLAP,
+                ConfigError(f"{name} overlaps region {region_name}[{region.index}], which this call writes; clone it"),
+            )
+
+
+def _overlaps(tensor: torch.Tensor, start: int, nbytes: int) -> bool:
+    if tensor.numel() == 0:
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = tensor.data_ptr() + (last + 1) * tensor.element_size()
+    return tensor.data_ptr() < start + nbytes and start < end

@@ -1,0 +1,181 @@
+"""The `epbuf` command: `plan` sizes a window, `demo` and `bench` run what lies in the checkout's graphs/."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from epbuf.config import EpConfig, Payload
+from epbuf.errors import ConfigError
+from epbuf.plan import Plan
+from epbuf.schedule import Schedule
+
+# Source: config.json of each model's public release (routed experts, experts per token, hidden size).
+_MODELS = {
+    "deepseek-v3": {"num_experts": 256, "num_topk": 8, "hidden": 7168},
+    "qwen3-235b": {"num_experts": 128, "num_topk": 8, "hidden": 4096},
+    "gpt-oss-120b": {"num_experts": 128, "num_topk": 4, "hidden": 2880},
+    "mixtral-8x7b": {"num_experts": 8, "num_topk": 2, "hidden": 4096},
+    "kimi-k2": {"num_experts": 384, "num_topk": 8, "hidden": 7168},
+}
+
+_SHORT_FLAGS = {"num_ranks": "--ep", "max_tokens_per_rank": "--tokens"}
+_SCHEDULE_KINDS = ("sequential", "gpipe", "one_f_one_b", "interleaved")
+_SCHEDULE_COUNTS = {
+    "num_layers": "MoE layers of one chunk on this stage.",
+    "num_stages": "Pipeline stages.",
+    "stage": "This stage, from 0.",
+    "num_microbatches": "Microbatches of one step.",
+    "num_chunks": "Chunks of the model on each stage (virtual pipeline).",
+    "num_frames": "Frames, by hand instead of by a schedule.",
+    "num_workspaces": "Workspaces, by hand; with --num-frames.",
+}
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def plan(model: str | None, schedule: str, as_json: bool, svg: Path | None, **values: Any) -> None:
+    """Show the memory plan of a config: a table, JSON (--json) or a picture (--svg FILE).
+
+    Every field of EpConfig and every argument of Schedule is a flag; a flag overrides what --model gives.
+    """
+    given = {name: value for name, value in values.items() if value not in (None, [])}
+    counts = {name: given.pop(name) for name in _SCHEDULE_COUNTS if name in given}
+    fields = {**(_model(model) if model else {}), **_parsed(given)}
+    result = Plan.build(EpConfig(**fields), _schedule(schedule, counts))
+    if svg:
+        svg.write_text(result.to_svg(), encoding="utf-8")
+    typer.echo(result.to_json() if as_json else str(result))
+
+
+def demo(context: typer.Context) -> None:
+    """Train a small mixture-of-experts language model with captured steps (graphs/train_loop.py)."""
+    _run_script("train_loop.py", context.args)
+
+
+def bench(
+    context: typer.Context,
+    device: Annotated[str, typer.Option(help="Which benchmark of graphs/bench to run.")] = "cpu",
+) -> None:
+    """Measure dispatch and combine against a baseline in one run (graphs/bench)."""
+    _run_script(f"bench/{device}.py", context.args)
+
+
+def make_app() -> typer.Typer:
+    """Return the command line as a typer application."""
+    app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, help=__doc__)
+    app.command()(_with_flags(plan))
+    app.command(context_settings=_PASS_ON)(demo)
+    app.command(context_settings=_PASS_ON)(bench)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; exit 2 with one message when the caller can correct something."""
+    try:
+        make_app()(args=argv)
+    except ConfigError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False)
+        sys.exit(2)
+
+
+def _with_flags(command: Any) -> Any:
+    """Give `plan` its flags: one a field of EpConfig, one an argument of Schedule."""
+    flags = [
+        _flag("model", str, f"Take experts, top-k and hidden size from a model: {', '.join(_MODELS)}."),
+        *(_field_flag(name) for name in EpConfig.model_fields),
+        _flag("schedule", str, f"Pipeline schedule: {', '.join(_SCHEDULE_KINDS)}.", default="sequential"),
+        *(_flag(name, int, text) for name, text in _SCHEDULE_COUNTS.items()),
+        _flag("as_json", bool, "Print JSON.", names=("--json",), default=False),
+        _flag("svg", Path, "Write a memory map to this file as well."),
+    ]
+    command.__signature__ = inspect.Signature(flags)
+    return command
+
+
+def _flag(name: str, kind: Any, text: str, *, names: tuple[str, ...] = (), default: object = None) -> inspect.Parameter:
+    annotation: Any = Annotated[kind if default is not None else kind | None, typer.Option(*names, help=text)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _field_flag(name: str) -> inspect.Parameter:
+    field = EpConfig.model_fields[name]
+    long = f"--{name.replace('_', '-')}"
+    text = (field.description or "").removesuffix(" All ranks agree.")
+    if name == "alias":
+        return _flag(name, list[str], f"{text} Repeatable.", names=(long,))
+    if isinstance(field.default, bool):
+        return _flag(name, bool, text, names=(f"{long}/--no-{long[2:]}",))
+    kind = next((kind for kind in (int, float) if kind.__name__ in str(field.annotation)), str)
+    return _flag(name, kind, text, names=(long, *(_SHORT_FLAGS[n] for n in [name] if n in _SHORT_FLAGS)))
+
+
+def _model(name: str) -> dict[str, int]:
+    if name not in _MODELS:
+        raise ConfigError(f"--model {name} is not known; use one of {', '.join(_MODELS)}, or give the sizes by flags")
+    return _MODELS[name]
+
+
+def _parsed(given: dict[str, Any]) -> dict[str, Any]:
+    """Turn the words of payload and alias flags into values."""
+    fields = dict(given)
+    for name in ("dispatch_payload", "combine_grad_payload"):
+        if name in fields:
+            fields[name] = _payload(fields[name])
+    if "alias" in fields:
+        fields["alias"] = tuple(tuple(pair.split("=")) for pair in fields["alias"])
+    return fields
+
+
+def _payload(word: str) -> Payload | str:
+    """Read FORMAT, FORMAT:blocked or raw:ROW_BYTES:SCALE_ROW_BYTES."""
+    name, *rest = word.split(":")
+    if name == "raw" and rest and all(part.isdigit() for part in rest):
+        return Payload.raw(*(int(part) for part in rest[:2]))
+    return Payload.model_validate({"format": name, "scale_layout": rest[0]}) if rest else name
+
+
+def _schedule(kind: str, counts: dict[str, int]) -> Schedule:
+    make: Any
+    if "num_frames" in counts:
+        make, name = Schedule, "num_frames by hand"
+        wanted = {"num_frames": True, "num_workspaces": False}
+    elif kind in _SCHEDULE_KINDS:
+        make, name = getattr(Schedule, kind), f"schedule {kind}"
+        parameters = inspect.signature(make).parameters.values()
+        wanted = {parameter.name: parameter.default is parameter.empty for parameter in parameters}
+    else:
+        raise ConfigError(f"--schedule {kind} is not known; use one of {', '.join(_SCHEDULE_KINDS)}")
+    missing = [count for count, required in wanted.items() if required and count not in counts]
+    unused = [count for count in counts if count not in wanted]
+    if missing or unused:
+        problem = f"needs {_flags(missing)}" if missing else f"takes no {_flags(unused)}"
+        raise ConfigError(f"{name} {problem}; its flags are {_flags(wanted)}")
+    schedule: Schedule = make(**counts)
+    return schedule
+
+
+def _flags(names: Any) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def _run_script(name: str, arguments: Sequence[str]) -> None:
+    """Run a script of the checkout in a process of its own: it starts ranks, which import it as their main module.
+
+    Raises:
+        ConfigError: epbuf was installed without its checkout, or the script does not exist.
+    """
+    path = Path(__file__).resolve().parent.parent / "graphs" / name
+    if not path.is_file():
+        raise ConfigError(f"{path} is not there: demo and bench run from a checkout; clone epbuf and run it there")
+    raise typer.Exit(subprocess.run([sys.executable, str(path), *arguments], check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Who moves the data.
+
+An engine stands behind five calls: open (its constructor), route, dispatch, combine, close. Dispatch and combine come
+in two directions each: combine backward is a dispatch of gradients, dispatch backward is a combine of gradients.
+`NativeEngine` is ours: one NVLink domain on CUDA, one host on CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from epbuf import _C
+from epbuf.errors import ConfigError, EpbufError, LeaseError, PeerTimeoutError
+from epbuf.plan import Plan
+from epbuf.windows import Window
+
+TOKEN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NATIVE_DTYPE = {"bf16": 0, "fp16": 1, "fp32": 2}
+
+
+@dataclass
+class Place:
+    """Where a call works, and what its rank has to say about it.
+
+    Attributes:
+        frame: index of the frame.
+        workspace: index in the forward or backward set; -1 when a refusing rank holds none.
+        refusal: why this rank refuses, `_C.Refusal.NONE` if it does not. It completes the round all the same.
+    """
+
+    frame: int
+    workspace: int
+    refusal: int = 0
+
+
+@dataclass
+class Rows:
+    """Rows that an op stages or pushes: a tensor, our own region (`in_window`), or zeros (both unset)."""
+
+    tensor: torch.Tensor | None = None
+    in_window: bool = False
+
+    @property
+    def source(self) -> int:
+        if self.in_window:
+            return int(_C.Source.WINDOW)
+        return int(_C.Source.ZERO if self.tensor is None else _C.Source.TENSOR)
+
+
+class Engine(Protocol):
+    """The calls that an arena needs of whoever moves its data. All but `close` are collective in program order."""
+
+    def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
+        """Exchange counts and compute slots, zones and overflow of the frame."""
+
+    def dispatch(self, place: Place, x: torch.Tensor, topk_weights: torch.Tensor | None) -> _C.Outcome:
+        """Move rows and weights into their slots."""
+
+    def combine(self, place: Place, rows: Rows, weights: torch.Tensor | None, out: torch.Tensor) -> _C.Outcome:
+        """Add the rows of each token's slots, in k order, into `out`."""
+
+    def combine_backward(self, place: Place, grad: torch.Tensor, expects_open: bool) -> _C.Outcome:
+        """Move gradients of tokens into the slots of their rows."""
+
+    def weight_grad(
+        self, place: Place, expert_out: torch.Tensor, weights: torch.Tensor, grad_weights: torch.Tensor
+    ) -> None:
+        """Turn moved gradients into those of a weighted combine: rows times weights, and the weights' own."""
+
+    def dispatch_backward(
+        self, place: Place, grads: tuple[Rows, Rows], out: torch.Tensor | None, out_weights: torch.Tensor | None,
+        *, num_tokens: int, begins_use: bool, clears_open: bool,
+    ) -> _C.Outcome:  # fmt: skip
+        """Add gradients of rows and fetch those of weights, per token."""
+
+    def control(self) -> _C.Control:
+        """Read this rank's error and counter words. Synchronises on CUDA."""
+
+    def progress(self) -> list[tuple[int, int, int, int]]:
+        """Return (call, op, frame, workspace) that every rank published last, as seen here."""
+
+    def abort(self) -> None:
+        """Tell every peer that this rank abandons the arena."""
+
+    def close(self) -> None:
+        """Let go of everything native. Never communicates."""
+
+
+class NativeEngine:
+    """Our own host and CUDA engines behind the five calls."""
+
+    def __init__(self, plan: Plan, rank: int, window: Window, device: torch.device) -> None:
+        self._plan = plan
+        self._num_topk = plan.config.num_topk
+        arguments = (_geometry(plan, rank), _offsets(plan, _C.ArenaOffsets, 0), *_sets(plan), window.peers)
+        self.native: Any = _C.HostEngine(*arguments)
+
+    def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
+        call = _place(_C.RouteCall(), place)
+        if not place.refusal:
+            call.topk_idx = topk_idx.data_ptr()
+            call.topk_idx_row_stride = topk_idx.stride(0)
+            call.topk_idx_bytes = topk_idx.element_size()
+            call.num_tokens = topk_idx.shape[0]
+            if live_tokens is not None:
+                call.live_tokens, call.live_tokens_bytes = live_tokens.data_ptr(), live_tokens.element_size()
+        return self.native.route(call)
+
+    def dispatch(self, place: Place, x: torch.Tensor, topk_weights: torch.Tensor | None) -> _C.Outcome:
+        call = _token_rows(_place(_C.DispatchCall(), place), x)
+        if topk_weights is not None:
+            call.topk_weights = topk_weights.data_ptr()
+            call.topk_weights_row_stride = topk_weights.stride(0)
+        return self.native.dispatch(call)
+
+    def combine(self, place: Place, rows: Rows, weights: torch.Tensor | None, out: torch.Tensor) -> _C.Outcome:
+        call = _staged(_place(_C.CombineCall(), place), rows, Rows(weights))
+        _token_out(call, out)
+        call.num_tokens = out.shape[0]
+        return self.native.combine(call)
+
+    def combine_backward(self, place: Place, grad: torch.Tensor, expects_open: bool) -> _C.Outcome:
+        call = _token_rows(_place(_C.DispatchCall(), place), grad)
+        call.expects_open = int(expects_open)
+        return self.native.combine_backward(call)
+
+    def weight_grad(
+        self, place: Place, expert_out: torch.Tensor, weights: torch.Tensor, grad_weights: torch.Tensor
+    ) -> None:
+        call = _C.WeightGradCall()
+        call.frame, call.workspace = place.frame, place.workspace
+        call.expert_out = expert_out.data_ptr()
+        call.expert_out_row_stride_bytes = expert_out.stride(0) * expert_out.element_size()
+        call.weights, call.grad_weights = weights.data_ptr(), grad_weights.data_ptr()
+        self.native.weight_grad(call)
+
+    def dispatch_backward(
+        self, place: Place, grads: tuple[Rows, Rows], out: torch.Tensor | None, out_weights: torch.Tensor | None,
+        *, num_tokens: int, begins_use: bool, clears_open: bool,
+    ) -> _C.Outcome:  # fmt: skip
+        call = _staged(_place(_C.CombineCall(), place), *grads)
+        _token_out(call, out)
+        call.out_weights = out_weights.data_ptr() if out_weights is not None else 0
+        call.num_tokens = num_tokens
+        call.begins_use, call.clears_open = int(begins_use), int(clears_open)
+        return self.native.dispatch_backward(call)
+
+    def control(self) -> _C.Control:
+        return self.native.control()
+
+    def progress(self) -> list[tuple[int, int, int, int]]:
+        return list(self.native.progress())
+
+    def abort(self) -> None:
+        self.native.abort(int(_C.Status.ABORTED))
+
+    def close(self) -> None:
+        self.native = None
+
+
+def open_engine(word: str, plan: Plan, rank: int, window: Window, device: torch.device) -> Engine:
+    """Make the engine that a word names.
+
+    Raises:
+        ConfigError: an unknown word, or a payload that the engine does not move yet.
+    """
+    if word != "native":
+        raise ConfigError(f'engine="{word}" does not exist; found engines: "native"')
+    for field in ("dispatch_payload", "combine_grad_payload"):
+        payload = getattr(plan.config, field)
+        if payload.format != "same":
+            raise ConfigError(
+                f'{field}="{payload.format}" can be planned, and the native engine does not move it yet; use "same"'
+            )
+    return NativeEngine(plan, rank, window, device)
+
+
+def failure(record: _C.ErrorRecord, rank: int, timeout_s: float, progress: Sequence[str]) -> EpbufError:
+    """Say what poisoned an arena, with every peer's last progress."""
+    op, phase = _C.Op(record.op).name.lower(), _C.Phase(record.phase).name
+    mine = f"rank {rank}, call {record.call} ({op}, frame {record.frame}, workspace {_workspace(record.workspace)})"
+    seen = "\n".join(f"  {line}" for line in progress)
+    if record.status == int(_C.Status.MISMATCH):
+        return LeaseError(
+            f"{mine} met rank {record.peer} at the same call with {describe_progress(record.peer_progress)}. All ranks "
+            f"must issue the same ops on the same frames and workspaces in the same order; last progress:\n{seen}"
+        )
+    if record.status == int(_C.Status.ABORTED):
+        return PeerTimeoutError(
+            f"rank {record.peer} abandoned the arena (an exception left its `with` block, or it called another arena's "
+            f"teardown) while {mine} waited for {phase}; close this arena and look at rank {record.peer}'s error"
+        )
+    return PeerTimeoutError(
+        f"{mine} waited {timeout_s:g} s for {phase} of rank {record.peer}: expected epoch {record.expected_epoch}, "
+        f"seen {record.seen_epoch}. That rank died, hangs, or issued fewer ops; last progress:\n{seen}"
+    )
+
+
+def describe_progress(packed: int) -> str:
+    """Spell a PROGRESS value out."""
+    op, frame, workspace = packed >> 28, packed >> 14 & 0x3FFF, packed & 0x3FFF
+    return f"{_C.Op(op).name.lower()}, frame {frame}, workspace {_workspace(workspace)}"
+
+
+def _workspace(index: int) -> str:
+    return "none" if index in (-1, 0x3FFF, 0xFFFFFFFF) else str(index)
+
+
+def _geometry(plan: Plan, rank: int) -> _C.Geometry:
+    config, geometry = plan.config, _C.Geometry()
+    geometry.rank, geometry.num_ranks = rank, config.num_ranks
+    geometry.num_experts, geometry.num_local_experts = config.num_experts, config.num_experts // config.num_ranks
+    geometry.num_topk, geometry.hidden = config.num_topk, config.hidden
+    geometry.expert_alignment, geometry.max_tokens_per_rank = config.expert_alignment, config.max_tokens_per_rank
+    geometry.token_dtype, geometry.max_num_sms = _NATIVE_DTYPE[config.token_dtype], config.max_num_sms or 0
+    geometry.capacity_rows = plan.capacity_rows
+    geometry.token_row_bytes = config.hidden * TOKEN_DTYPES[config.token_dtype].itemsize
+    geometry.route_chunk_tokens = plan.route_chunk_tokens
+    geometry.timeout_us = int(config.timeout_s * 1_000_000)
+    return geometry
+
+
+def _offsets(plan: Plan, kind: type[Any], index: int) -> Any:
+    """Fill the struct's fields from the regions of the same names; a field without a region keeps -1."""
+    offsets = kind()
+    known = {region.name for region in plan.regions if region.index == index}
+    for name in (n for n in dir(kind) if not n.startswith("_") and n in known):
+        setattr(offsets, name, plan.region(name, index).offset)
+    return offsets
+
+
+def _sets(plan: Plan) -> tuple[list[Any], list[Any], list[Any]]:
+    frames = [_offsets(plan, _C.FrameOffsets, f) for f in range(plan.schedule.num_frames)]
+    workspaces = range(plan.schedule.num_workspaces)
+    lifetimes = {region.name: region.lifetime for region in plan.regions}
+    for frame in frames:
+        _only(frame, "frame", lifetimes)
+    forwards = [_only(_offsets(plan, _C.ForwardOffsets, w), "forward", lifetimes) for w in workspaces]
+    backwards = [_offsets(plan, _C.BackwardOffsets, v) for v in workspaces]
+    return frames, forwards, [] if plan.config.inference_only else backwards
+
+
+def _only(offsets: Any, lifetime: str, lifetimes: dict[str, str]) -> Any:
+    """Clear the fields whose region lives elsewhere (recv_* lie in the frame or in the forward workspace)."""
+    for name in ("recv_tokens", "recv_scales", "recv_row_scales"):
+        if lifetimes.get(name) != lifetime:
+            setattr(offsets, name, -1)
+    return offsets
+
+
+def _place(call: Any, place: Place) -> Any:
+    call.frame, call.workspace, call.refusal = place.frame, place.workspace, place.refusal
+    call.check_progress = 1
+    return call
+
+
+def _token_rows(call: Any, rows: torch.Tensor) -> Any:
+    if not call.refusal:
+        call.rows, call.row_stride_bytes = rows.data_ptr(), rows.stride(0) * rows.element_size()
+        call.num_tokens = rows.shape[0]
+    return call
+
+
+def _staged(call: Any, rows: Rows, weights: Rows) -> Any:
+    call.rows_source, call.weights_source = rows.source, weights.source
+    if rows.tensor is not None:
+        call.rows, call.row_stride_bytes = rows.tensor.data_ptr(), rows.tensor.stride(0) * rows.tensor.element_size()
+    if weights.tensor is not None:
+        call.weights = weights.tensor.data_ptr()
+    return call
+
+
+def _token_out(call: Any, out: torch.Tensor | None) -> None:
+    if out is not None:
+        call.out, call.out_row_stride_bytes = out.data_ptr(), out.stride(0) * out.element_size()

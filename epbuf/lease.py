@@ -1,0 +1,527 @@
+"""Claims on frames and workspaces, and which graphs hold which memory.
+
+A frame is busy while a claim on it lives: the `Lease`, or a ticket that `Received` and autograd keep.
+Claims end when their object dies, so a finaliser may run in any thread at any moment: it only appends the claim's
+number to a queue, and the book applies the queue at its next call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Literal, Protocol, cast
+
+import torch
+
+from epbuf.errors import CaptureError, LeaseError
+
+Direction = Literal["forward", "backward"]
+
+
+class Regions(Protocol):
+    """What a lease needs of its arena."""
+
+    def region(self, name: str, index: int) -> torch.Tensor:
+        """Return the one tensor of a region."""
+
+    def window_offset(self, name: str, index: int) -> tuple[object, int]:
+        """Return (window, bytes from its start)."""
+
+    def lifetime(self, name: str) -> str:
+        """Return the lifetime word of a region, or raise KeyError."""
+
+    def packed(self, name: str, index: int) -> torch.Tensor:
+        """Return a data region and the scales behind it as one uint8 tensor."""
+
+
+@dataclass
+class Graph:
+    """A captured graph that may touch the window.
+
+    `key` is opaque: the capture id of a CUDA stream, or an object of our own on CPU.
+    """
+
+    key: Hashable
+    where: str
+    alive: Callable[[], bool]
+    frames: set[int] = field(default_factory=set)
+    thread: int = field(default_factory=threading.get_ident)
+    acquired: list[int] = field(default_factory=list)
+    _replayed: int | None = None
+
+    def begin(self, phase: Literal["warm up", "record", "replay"]) -> None:
+        """Start a run of the step: recording notes the frames that are acquired, a replay takes the same."""
+        self.thread = threading.get_ident()
+        self._replayed = 0 if phase == "replay" else None
+        if phase == "record":
+            self.acquired = []
+
+    def next_frame(self, asked: int | None) -> int | None:
+        """Return the frame to take: in a replay the recorded one, whatever else happens to be free."""
+        if self._replayed is None or self._replayed >= len(self.acquired):
+            return asked
+        self._replayed += 1
+        return self.acquired[self._replayed - 1]
+
+    def is_mine(self) -> bool:
+        """Tell whether the calling thread began the capture."""
+        return self.thread == threading.get_ident()
+
+
+@dataclass
+class Ticket:
+    """One dispatch, from its route until the last tensor that remembers it is gone."""
+
+    serial: int
+    frame: int
+    lease: int
+    num_tokens: int
+    recorded_in: Hashable | None
+    num_rows: int  # rows that expert_out may have besides C: those of Received.trim()
+    overflowed: tuple[int, int] | None = None  # (rank, rows) of the largest demand, when over capacity
+    bad_id: tuple[int, int, int] | None = None  # (rank, token, value) of the first id >= E
+    combined: bool = False
+    returned: bool = False  # its first dispatch backward has run
+
+
+@dataclass
+class _Claim:
+    serial: int
+    kind: Literal["lease", "ticket"]
+    where: str
+
+
+@dataclass
+class _Frame:
+    index: int
+    claims: dict[int, _Claim] = field(default_factory=dict)
+    lease: int = 0
+    dispatched: bool = False
+    workspace: dict[Direction, int | None] = field(default_factory=lambda: {"forward": None, "backward": None})
+    reserved_by: set[Hashable] = field(default_factory=set)
+
+
+class LeaseBook:
+    """Who uses which frame and workspace of one arena. Host state only; nothing that a replay needs."""
+
+    def __init__(self, handle: int, num_frames: int, num_workspaces: int) -> None:
+        self.handle = handle
+        self.graphs: dict[Hashable, Graph] = {}
+        self.recording: Graph | None = None
+        self.num_frames_high_water = 0
+        self._frames = [_Frame(index) for index in range(num_frames)]
+        self._num_workspaces = num_workspaces
+        self._tickets: dict[int, Ticket] = {}
+        self._ended: deque[int] = deque()
+        self._serial = 0
+        self._lock = threading.RLock()
+
+    # ---- frames -------------------------------------------------------------------------------------------------
+
+    def acquire(self, frame: int | None, where: str) -> tuple[int, int]:
+        """Claim a frame: the lowest free one, or the one named. Return (frame, serial of the claim).
+
+        Raises:
+            LeaseError: no such frame, or busy.
+        """
+        with self._lock:
+            self._apply_ended()
+            if self.recording is not None:
+                frame = self.recording.next_frame(frame)
+            chosen = self._free_frame() if frame is None else self._named_frame(frame)
+            if self.recording is not None:
+                self.recording.acquired.append(chosen.index)
+            serial = self._claim(chosen, "lease", where)
+            chosen.lease, chosen.dispatched = serial, False
+            busy = sum(1 for f in self._frames if f.claims)
+            self.num_frames_high_water = max(self.num_frames_high_water, busy)
+            return chosen.index, serial
+
+    def end(self, serial: int) -> None:
+        """End a claim; ending it twice is harmless."""
+        self._ended.append(serial)
+        with self._lock:
+            self._apply_ended()
+
+    def end_later(self, serial: int) -> None:
+        """End a claim from a finaliser: no lock is taken."""
+        self._ended.append(serial)
+
+    def holds_frame(self, frame: int, lease: int) -> bool:
+        """Tell whether the lease or a ticket of its dispatch still keeps the frame."""
+        with self._lock:
+            self._apply_ended()
+            return self._frames[frame].lease == lease and bool(self._frames[frame].claims)
+
+    def is_live_lease(self, frame: int, lease: int) -> bool:
+        """Tell whether the lease itself still claims the frame."""
+        with self._lock:
+            self._apply_ended()
+            return lease in self._frames[frame].claims
+
+    # ---- tickets ------------------------------------------------------------------------------------------------
+
+    def open_ticket(self, frame: int, lease: int, num_tokens: int, capacity_rows: int) -> Ticket:
+        """Claim the frame once more, for the dispatch that begins."""
+        with self._lock:
+            state = self._frames[frame]
+            state.dispatched = True
+            serial = self._claim(state, "ticket", state.claims[lease].where)
+            recorded_in = self.recording.key if self.recording else None
+            ticket = Ticket(serial, frame, lease, num_tokens, recorded_in, num_rows=capacity_rows)
+            self._tickets[serial] = ticket
+            return ticket
+
+    def ticket(self, serial: int) -> Ticket:
+        """Return a live ticket.
+
+        Raises:
+            LeaseError: it ended, so its frame may belong to somebody else.
+        """
+        with self._lock:
+            self._apply_ended()
+            found = self._tickets.get(serial)
+        if found is None:
+            raise LeaseError(
+                f"ticket {serial} has ended: the dispatch it belongs to failed or its arena was reset; dispatch again"
+            )
+        return found
+
+    def cancel_ticket(self, ticket: Ticket) -> None:
+        """Undo a dispatch that failed on every rank: its lease may dispatch again."""
+        with self._lock:
+            self.end_workspace(ticket.frame, "forward")
+            self.end(ticket.serial)
+            self._frames[ticket.frame].dispatched = False
+
+    def dispatched(self, frame: int) -> bool:
+        """Tell whether the lease that has the frame has dispatched."""
+        return self._frames[frame].dispatched
+
+    def live_tickets(self) -> list[Ticket]:
+        """Return all tickets that keep a frame."""
+        with self._lock:
+            self._apply_ended()
+            return list(self._tickets.values())
+
+    # ---- workspaces ---------------------------------------------------------------------------------------------
+
+    def claim_workspace(self, frame: int, direction: Direction, index: int | None = None) -> int:
+        """Claim a workspace for a frame: the one it has already, else `index`, else the lowest free one.
+
+        Raises:
+            LeaseError: other frames have them all.
+        """
+        with self._lock:
+            self._apply_ended()
+            state = self._frames[frame]
+            held = state.workspace[direction]
+            chosen = held if held is not None else self._free_workspace(direction, index)
+            if chosen is None:
+                raise LeaseError(self._no_workspace(frame, direction))
+            state.workspace[direction] = chosen
+            return chosen
+
+    def workspace(self, frame: int, direction: Direction) -> int | None:
+        """Return the workspace that a frame has claimed."""
+        with self._lock:
+            self._apply_ended()
+            return self._frames[frame].workspace[direction]
+
+    def next_workspace(self, frame: int, direction: Direction) -> int:
+        """Return the workspace that `claim_workspace` would give a frame; 0 when none is free."""
+        with self._lock:
+            self._apply_ended()
+            held = self._frames[frame].workspace[direction]
+            return held if held is not None else self._free_workspace(direction, None) or 0
+
+    def end_workspace(self, frame: int, direction: Direction) -> None:
+        """Give a frame's workspace back to its set."""
+        with self._lock:
+            self._frames[frame].workspace[direction] = None
+
+    # ---- graphs -------------------------------------------------------------------------------------------------
+
+    def touch(self, frame: int, recorded_in: Hashable | None = None) -> None:
+        """Note that an op of `frame` is issued: while a graph records, the graph then holds the memory.
+
+        An op whose lease was recorded in another graph reserves the frame for both graphs until they die.
+        """
+        if self.recording is None:
+            return
+        with self._lock:
+            self.graphs[self.recording.key] = self.recording
+            self.recording.frames.add(frame)
+            if recorded_in is not None and recorded_in != self.recording.key:
+                self._frames[frame].reserved_by |= {recorded_in, self.recording.key}
+
+    @contextmanager
+    def recording_into(self, graph: Graph) -> Iterator[None]:
+        """Let ops issued inside count as recorded into `graph`."""
+        self.recording = graph
+        try:
+            yield
+        finally:
+            self.recording = None
+
+    def live_graphs(self) -> list[Graph]:
+        """Return the graphs that still hold memory of the arena."""
+        with self._lock:
+            dead = [key for key, graph in self.graphs.items() if not graph.alive()]
+            for key in dead:
+                del self.graphs[key]
+            for frame in self._frames:
+                frame.reserved_by.difference_update(dead)
+            return list(self.graphs.values())
+
+    # ---- reports ------------------------------------------------------------------------------------------------
+
+    def claims(self) -> Iterator[tuple[int, str, str]]:
+        """Yield (frame, kind, place in the user's code) of every living claim."""
+        with self._lock:
+            self._apply_ended()
+            found = [(f.index, c.kind, c.where) for f in self._frames for c in f.claims.values()]
+        yield from found
+
+    def newest_serial(self) -> int:
+        """Return the number of the youngest claim; later claims have larger ones."""
+        return self._serial
+
+    def claims_since(self, serial: int) -> list[str]:
+        """Describe living claims made after `serial` was the youngest."""
+        with self._lock:
+            self._apply_ended()
+            young = [(f.index, c) for f in self._frames for c in f.claims.values() if c.serial > serial]
+        return [f"{claim.kind} on frame {frame} from {claim.where}" for frame, claim in young]
+
+    # ---- internals ----------------------------------------------------------------------------------------------
+
+    def _claim(self, frame: _Frame, kind: Literal["lease", "ticket"], where: str) -> int:
+        self._serial += 1
+        frame.claims[self._serial] = _Claim(self._serial, kind, where)
+        return self._serial
+
+    def _apply_ended(self) -> None:
+        while self._ended:
+            serial = self._ended.popleft()
+            self._tickets.pop(serial, None)
+            for frame in self._frames:
+                if frame.claims.pop(serial, None) is not None and not frame.claims:
+                    frame.workspace = {"forward": None, "backward": None}
+
+    def _free_workspace(self, direction: Direction, index: int | None) -> int | None:
+        taken = {f.workspace[direction] for f in self._frames}
+        wanted = range(self._num_workspaces) if index is None else (index,)
+        return next((w for w in wanted if w not in taken), None)
+
+    def _is_busy(self, frame: _Frame) -> bool:
+        return bool(frame.claims or frame.reserved_by)
+
+    def _free_frame(self) -> _Frame:
+        self.live_graphs()
+        free = next((f for f in self._frames if not self._is_busy(f)), None)
+        if free is None:
+            raise LeaseError(
+                f"acquire() needs a free frame and all {len(self._frames)} are busy:\n{self._who()}\n"
+                "Build the plan with a Schedule that has one frame per dispatch between its forward and its backward, "
+                "for example Schedule.sequential(num_layers) or Schedule(num_frames=...), or end a claim first"
+            )
+        return free
+
+    def _named_frame(self, index: int) -> _Frame:
+        if not 0 <= index < len(self._frames):
+            raise LeaseError(
+                f"acquire(frame={index}) asks for a frame that the plan has not: it has frames 0 to "
+                f"{len(self._frames) - 1}. Take frames from the Schedule that built the plan"
+            )
+        self.live_graphs()
+        frame = self._frames[index]
+        if self._is_busy(frame):
+            raise LeaseError(
+                f"acquire(frame={index}): the frame is still in use:\n{self._who([frame])}\n"
+                "Run the backward, drop the graph or the Received that keeps it, or plan more frames with Schedule"
+            )
+        return frame
+
+    def _who(self, frames: Iterable[_Frame] | None = None) -> str:
+        lines = []
+        for frame in self._frames if frames is None else frames:
+            for claim in frame.claims.values():
+                keeper = "lease" if claim.kind == "lease" else "Received or autograd graph of the lease"
+                lines.append(f"  frame {frame.index}: {keeper} acquired at {claim.where}")
+            for key in frame.reserved_by:
+                place = self.graphs[key].where if key in self.graphs else "a capture"
+                lines.append(f"  frame {frame.index}: reserved by the graph captured at {place}")
+        return "\n".join(lines)
+
+    def _no_workspace(self, frame: int, direction: Direction) -> str:
+        owners = sorted(f.index for f in self._frames if f.workspace[direction] is not None)
+        ends = "its combine" if direction == "forward" else "its dispatch backward"
+        return (
+            f"frame {frame} needs a {direction} workspace and all {self._num_workspaces} are claimed, by frame(s) "
+            f"{owners}: a claim lasts until {ends}. Issue that first, or plan more with Schedule(num_workspaces=...)"
+        )
+
+
+class _TicketBytes(ctypes.Array[ctypes.c_uint8]):
+    """The 8 bytes of a ticket tensor. Their death ends the claim."""
+
+    _type_ = ctypes.c_uint8
+    _length_ = 8
+
+
+def make_ticket_tensor(book: LeaseBook, serial: int) -> torch.Tensor:
+    """Make the tensor that keeps a claim alive.
+
+    Shapes: [8] uint8 cpu: arena handle and serial, 32 bits each.
+    """
+    claim = _TicketBytes.from_buffer_copy((serial << 32 | book.handle).to_bytes(8, sys.byteorder))
+    finalizer = weakref.finalize(claim, book.end_later, serial)
+    finalizer.atexit = False
+    return torch.frombuffer(claim, dtype=torch.uint8)
+
+
+def read_ticket(ticket: torch.Tensor) -> tuple[int, int]:
+    """Return (arena handle, serial) from a ticket tensor."""
+    word = int(ticket.view(torch.int64).item()) & 0xFFFFFFFFFFFFFFFF
+    return word & 0xFFFFFFFF, word >> 32
+
+
+class Lease:
+    """Exclusive right to one frame, for one dispatch and what follows from it.
+
+    Regions are attributes: `lease.recv_tokens`, `lease.expert_out`, `lease.grad_recv_tokens`, ... Each is a detached
+    view, valid while its claim lives: those of the frame while the lease or a ticket of its dispatch keeps the frame,
+    those of the forward workspace from dispatch to combine, those of the backward workspace from combine backward to
+    dispatch backward.
+
+    Attributes:
+        frame: index of the frame.
+        arena: the arena it belongs to.
+    """
+
+    def __init__(self, arena: Regions, book: LeaseBook, frame: int | None) -> None:
+        self.where = caller()
+        self.frame, self.serial = book.acquire(frame, self.where)
+        self.arena = arena
+        self.book = book
+        self.token = torch.tensor([book.handle, self.frame, self.serial], dtype=torch.int64)
+        self.ticket: torch.Tensor | None = None
+        self.num_tokens = 0
+        self._finalizer = weakref.finalize(self, book.end_later, self.serial)
+        self._finalizer.atexit = False
+
+    def release(self) -> None:
+        """End this claim. What autograd or a `Received` keeps stays claimed until they are gone.
+
+        Raises:
+            LeaseError: released before.
+        """
+        if not self._finalizer.alive:
+            raise LeaseError(
+                f"release() was called twice on the lease of frame {self.frame} acquired at {self.where}; "
+                "a lease ends once: by release(), by leaving its with block, or by its death"
+            )
+        self._finalizer.detach()
+        self.ticket = None
+        self.book.end(self.serial)
+
+    @property
+    def released(self) -> bool:
+        """Tell whether this claim has ended."""
+        return not self._finalizer.alive
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._finalizer.alive:
+            self.release()
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            index = self._index_of(name)
+        except KeyError:
+            raise AttributeError(f"a lease has no region {name!r}") from None
+        return self.arena.region(name, index).detach()
+
+    def window_of(self, name: str) -> tuple[object, int]:
+        """Return (window, byte offset) of a region, for kernels that address the window themselves.
+
+        Raises:
+            LeaseError: no claim covers the region now.
+        """
+        return self.arena.window_offset(name, self._index_or_error(name))
+
+    def packed(self, name: str) -> torch.Tensor:
+        """Return a data region and the scales that follow it as one uint8 view.
+
+        Shapes: [C * (row + scale row)] uint8.
+
+        Raises:
+            LeaseError: no claim covers the region now.
+            ConfigError: the plan leaves a gap between data and scales.
+        """
+        return self.arena.packed(name, self._index_or_error(name))
+
+    def _index_or_error(self, name: str) -> int:
+        try:
+            return self._index_of(name)
+        except KeyError:
+            raise LeaseError(f"the plan has no region {name!r} that a lease can name; print(plan) lists them") from None
+
+    def _index_of(self, name: str) -> int:
+        lifetime = self.arena.lifetime(name)
+        if lifetime == "arena":
+            raise KeyError(name)
+        if not self.book.holds_frame(self.frame, self.serial):
+            raise LeaseError(
+                f"{name} belongs to frame {self.frame}, and the lease acquired at {self.where} has ended with nothing "
+                "left that keeps the frame; its bytes may be somebody else's now"
+            )
+        if lifetime == "frame":
+            return self.frame
+        return self._workspace_of(name, cast(Direction, lifetime))
+
+    def _workspace_of(self, name: str, direction: Direction) -> int:
+        workspace = self.book.workspace(self.frame, direction)
+        if workspace is None:
+            span = "dispatch to combine" if direction == "forward" else "combine backward to dispatch backward"
+            raise LeaseError(
+                f"{name} lies in a {direction} workspace, which frame {self.frame} claims from {span} only; "
+                "it has none now"
+            )
+        return workspace
+
+    def __repr__(self) -> str:
+        return f"Lease(frame={self.frame}, acquired at {self.where}{', released' if self.released else ''})"
+
+
+def caller() -> str:
+    """Name the line of user code that called epbuf: the nearest frame outside epbuf and torch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown"
+
+
+def _is_ours(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return module.split(".")[0] in ("epbuf", "torch", "contextlib", "weakref")
+
+
+def refuse_while_recording(book: LeaseBook, call: str, instead: str) -> None:
+    """Raise CaptureError when a graph is being recorded over the book's arena."""
+    if book.recording is not None:
+        raise CaptureError(f"{call} cannot be captured (capture began at {book.recording.where}): {instead}")

@@ -1,0 +1,328 @@
+"""The torch.library ops: schema, fake, checks, and the call of the engine.
+
+An op names in its schema the regions that a user can read and writes them, bumps their version counters, and compares
+their addresses with the plan. `order` is written by every op, so compiled code keeps program order. No op returns
+window memory; `route` returns the ticket. The lease book advances here and nowhere else.
+
+On every rank an op completes its round before it raises, so that a refusal reaches all ranks and no one waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch.autograd.graph import increment_version
+
+from epbuf import _C
+from epbuf.arena import Arena, arena_of
+from epbuf.checks import (
+    check_combine_order,
+    check_dispatch_order,
+    check_expert_out,
+    check_gradient,
+    check_live_tokens,
+    check_no_scales,
+    check_out,
+    check_row_weights,
+    check_tokens,
+    check_topk_idx,
+    check_topk_weights,
+    peer_error,
+    refusal_of,
+    refuse,
+)
+from epbuf.engine import Place, Rows
+from epbuf.errors import CapacityError, ConfigError, EpbufError, LeaseError
+from epbuf.lease import Direction, Lease, Ticket, make_ticket_tensor, read_ticket
+
+_LIBRARY = torch.library.Library("epbuf", "DEF")
+
+_SCHEMAS = (
+    "route(Tensor(a!) order, Tensor(b!) offs, Tensor(c!) counts, Tensor(d!) overflow, Tensor token, Tensor topk_idx, "
+    "Tensor? num_tokens, Tensor x, Tensor? x_scales, Tensor? topk_weights) -> Tensor",
+    "dispatch(Tensor(a!) order, Tensor(b!) recv_tokens, Tensor(c!) recv_topk_weights, Tensor ticket, Tensor x, "
+    "Tensor? x_scales, Tensor? topk_weights) -> ()",
+    "combine(Tensor(a!) order, Tensor(b!) out, Tensor token, Tensor? ticket, Tensor expert_out, Tensor? topk_weights) "
+    "-> ()",
+    "combine_backward(Tensor(a!) order, Tensor(b!) grad_expert_out, Tensor(c!)? grad_topk_weights, Tensor ticket, "
+    "Tensor grad, Tensor? expert_out, Tensor? topk_weights) -> ()",
+    "dispatch_backward(Tensor(a!) order, Tensor(b!)? grad_x, Tensor(c!)? grad_topk_weights, Tensor ticket, "
+    "Tensor? grad_tokens, Tensor? grad_recv_weights) -> ()",
+)
+
+
+@dataclass
+class _Attempt:
+    """What the checks of one op found: the values that the call needs, or why this rank refuses."""
+
+    error: Exception | None = None
+
+    def run(self, check: Callable[[], None]) -> int:
+        """Run the checks; return this rank's refusal for the peers."""
+        try:
+            check()
+        except Exception as error:  # whatever it is, peers must not wait; `settle` raises it after the round
+            self.error = error
+        return refusal_of(self.error)
+
+
+def _settle(arena: Arena, outcome: _C.Outcome, attempt: _Attempt, op: str) -> None:
+    """Raise what this rank, a peer, or a wait has to say about a call.
+
+    Raises:
+        EpbufError: own error; that of the refusing rank; what poisoned the arena.
+    """
+    if outcome.status == int(_C.Status.REFUSED):
+        raise attempt.error or peer_error(op, outcome.refusing_rank, outcome.refusal)
+    if outcome.status != int(_C.Status.OK):
+        raise arena.failure() from attempt.error
+    if attempt.error is not None:
+        raise attempt.error
+
+
+def route(
+    order: torch.Tensor, offs: torch.Tensor, counts: torch.Tensor, overflow: torch.Tensor, token: torch.Tensor,
+    topk_idx: torch.Tensor, num_tokens: torch.Tensor | None, x: torch.Tensor, x_scales: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Exchange counts, compute slots, claim a forward workspace and the ticket.
+
+    Takes the tensors of the dispatch that follows, too: COUNT is the one place where a rank can refuse them.
+    """
+    handle, frame, lease = token.tolist()
+    arena = arena_of(handle)
+    book, attempt = arena.book, _Attempt()
+    workspace = -1
+
+    def check() -> None:
+        nonlocal workspace
+        check_dispatch_order(arena, frame, lease)
+        check_no_scales(arena, x_scales)
+        rows = check_tokens(arena, x, frame)
+        check_topk_idx(arena, topk_idx, rows.shape[0])
+        check_topk_weights(arena, topk_weights, rows.shape[0])
+        check_live_tokens(arena, num_tokens)
+        for name, region in (("offs", offs), ("counts", counts), ("overflow", overflow)):
+            arena.index_at(name, region)
+        workspace = _claim(arena, frame, "forward")
+
+    refusal = attempt.run(check)
+    book.touch(frame)
+    outcome = arena.engine.route(Place(frame, workspace, refusal), topk_idx, num_tokens)
+    if outcome.status != int(_C.Status.OK) and workspace >= 0:
+        book.end_workspace(frame, "forward")
+    _settle(arena, outcome, attempt, "dispatch")
+    increment_version((offs, counts, overflow))
+    ticket = book.open_ticket(frame, lease, x.shape[0], arena.plan.capacity_rows)
+    _remember(arena, ticket, outcome)
+    return make_ticket_tensor(book, ticket.serial)
+
+
+def dispatch(
+    order: torch.Tensor, recv_tokens: torch.Tensor, recv_topk_weights: torch.Tensor, ticket: torch.Tensor,
+    x: torch.Tensor, x_scales: torch.Tensor | None, topk_weights: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Move rows and weights into their slots, zero padding, wait until all have arrived.
+
+    Raises:
+        CapacityError: overflow_policy="error" and some rank overflowed; on every rank.
+        ConfigError: validate_ids and some rank's id is not below num_experts; on every rank.
+    """
+    arena, state = state_of(ticket)
+    book, attempt = arena.book, _Attempt()
+
+    def check() -> None:
+        arena.index_at("recv_tokens", recv_tokens)
+        arena.index_at("recv_topk_weights", recv_topk_weights)
+
+    attempt.run(check)
+    workspace = book.workspace(state.frame, "forward")
+    assert workspace is not None, "route claims the workspace and only combine ends it"
+    book.touch(state.frame, state.recorded_in)
+    outcome = arena.engine.dispatch(Place(state.frame, workspace), x, topk_weights)
+    increment_version((recv_tokens, recv_topk_weights))
+    if attempt.error is None and book.recording is None:
+        attempt.error = _policy_error(arena, state)
+    if attempt.error is not None:
+        book.cancel_ticket(state)
+    _settle(arena, outcome, attempt, "dispatch")
+
+
+def combine(
+    order: torch.Tensor, out: torch.Tensor, token: torch.Tensor, ticket: torch.Tensor | None,
+    expert_out: torch.Tensor, topk_weights: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Stage rows unless they lie in the window, then add each token's rows in k order into `out`."""
+    handle, frame, _ = token.tolist()
+    arena = arena_of(handle)
+    attempt, found = _Attempt(), Rows(in_window=True)
+    workspace = arena.book.workspace(frame, "forward")
+
+    def check() -> None:
+        state = check_combine_order(None if ticket is None else state_of(ticket)[1], frame)
+        assert workspace is not None, "a dispatch without its combine has a forward workspace"
+        rows, found.in_window = check_expert_out(arena, expert_out, state, workspace)
+        check_row_weights(arena, topk_weights, rows.shape[0], found.in_window)
+        check_out(arena, out, state.num_tokens)
+        found.tensor = None if found.in_window else rows
+
+    refusal = attempt.run(check)
+    if workspace is None or ticket is None:  # no cell is owed: all ranks run the same program and raise here
+        raise attempt.error or AssertionError("a combine without a workspace passed its checks")
+    state = arena.book.ticket(read_ticket(ticket)[1])
+    arena.book.touch(frame, state.recorded_in)
+    rows = Rows(in_window=True) if refusal else found
+    outcome = arena.engine.combine(Place(frame, workspace, refusal), rows, None if refusal else topk_weights, out)
+    if rows.tensor is not None:
+        increment_version(arena.region("expert_out", workspace))
+    _settle(arena, outcome, attempt, "combine")
+    state.combined = True
+    arena.book.end_workspace(frame, "forward")
+
+
+def combine_backward(
+    order: torch.Tensor, grad_expert_out: torch.Tensor, grad_topk_weights: torch.Tensor | None, ticket: torch.Tensor,
+    grad: torch.Tensor, expert_out: torch.Tensor | None, topk_weights: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Move gradients of tokens into the slots of their rows; with weights, make them the rows' and the weights'."""
+    arena, state = state_of(ticket)
+    book, attempt = arena.book, _Attempt()
+    workspace = arena.index_at("grad_expert_out", grad_expert_out)
+
+    def check() -> None:
+        check_gradient(arena, "the gradient of y", grad, state.num_tokens)
+        _claim(arena, state.frame, "backward", workspace)
+
+    refusal = attempt.run(check)
+    book.touch(state.frame, state.recorded_in)
+    expects_open = book.recording is not None and state.recorded_in not in (None, book.recording.key)
+    outcome = arena.engine.combine_backward(Place(state.frame, workspace, refusal), grad, expects_open)
+    _settle(arena, outcome, attempt, "combine backward")
+    if expert_out is not None and topk_weights is not None and grad_topk_weights is not None:
+        arena.engine.weight_grad(Place(state.frame, workspace), expert_out, topk_weights, grad_topk_weights)
+        increment_version(grad_topk_weights)
+    increment_version(grad_expert_out)
+
+
+def dispatch_backward(
+    order: torch.Tensor, grad_x: torch.Tensor | None, grad_topk_weights: torch.Tensor | None, ticket: torch.Tensor,
+    grad_tokens: torch.Tensor | None, grad_recv_weights: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Stage gradients of rows unless they lie in the window, then add each token's, and fetch those of the weights."""
+    arena, state = state_of(ticket)
+    book, attempt = arena.book, _Attempt()
+    workspace, begins_use = book.workspace(state.frame, "backward"), False
+    if workspace is None:
+        workspace, begins_use = book.claim_workspace(state.frame, "backward"), True
+    rows, weights = Rows(), Rows()
+
+    def check() -> None:
+        if grad_tokens is not None:
+            check_gradient(arena, "the gradient of recv.tokens", grad_tokens, arena.plan.capacity_rows)
+        _fill(arena, rows, "grad_recv_tokens", grad_tokens, workspace)
+        _fill(arena, weights, "grad_recv_topk_weights", grad_recv_weights, workspace)
+
+    refusal = attempt.run(check)
+    if refusal:
+        rows, weights = Rows(), Rows()
+    book.touch(state.frame, state.recorded_in)
+    outcome = arena.engine.dispatch_backward(
+        Place(state.frame, workspace, refusal), (rows, weights), grad_x, grad_topk_weights,
+        num_tokens=state.num_tokens, begins_use=begins_use, clears_open=not state.returned,
+    )  # fmt: skip
+    book.end_workspace(state.frame, "backward")
+    _settle(arena, outcome, attempt, "dispatch backward")
+    increment_version((arena.region("grad_recv_tokens", workspace), arena.region("grad_recv_topk_weights", workspace)))
+    state.returned = True
+
+
+def refuse_dispatch(lease: Lease, error: EpbufError) -> NoReturn:
+    """Complete the round of a dispatch whose arguments no op schema takes, then raise."""
+    handle, frame, _ = lease.token.tolist()
+    arena, attempt = arena_of(handle), _Attempt(error)
+    outcome = arena.engine.route(Place(frame, -1, refusal_of(error)), lease.token, None)
+    _settle(arena, outcome, attempt, "dispatch")
+    raise error
+
+
+def refuse_combine(lease: Lease, error: EpbufError) -> NoReturn:
+    """Complete the round of a combine whose arguments no op schema takes, then raise."""
+    handle, frame, _ = lease.token.tolist()
+    arena, attempt = arena_of(handle), _Attempt(error)
+    workspace = arena.book.workspace(frame, "forward")
+    if workspace is not None:
+        place = Place(frame, workspace, refusal_of(error))
+        outcome = arena.engine.combine(place, Rows(in_window=True), None, lease.token.new_empty(0, 1))
+        _settle(arena, outcome, attempt, "combine")
+    raise error
+
+
+def _claim(arena: Arena, frame: int, direction: Direction, index: int | None = None) -> int:
+    try:
+        return arena.book.claim_workspace(frame, direction, index)
+    except LeaseError as error:
+        refuse(_C.Refusal.WORKSPACE, error)
+
+
+def state_of(ticket: torch.Tensor) -> tuple[Arena, Ticket]:
+    """Return the arena and the record behind a ticket tensor.
+
+    Raises:
+        LeaseError: either has ended.
+    """
+    handle, serial = read_ticket(ticket)
+    arena = arena_of(handle)
+    return arena, arena.book.ticket(serial)
+
+
+def _fill(arena: Arena, rows: Rows, name: str, tensor: torch.Tensor | None, workspace: int) -> None:
+    rows.in_window = tensor is not None and tensor.data_ptr() == arena.address(name, workspace)
+    rows.tensor = None if rows.in_window else tensor
+
+
+def _remember(arena: Arena, ticket: Ticket, outcome: _C.Outcome) -> None:
+    if outcome.overflow:
+        ticket.overflowed = (outcome.max_demand_rank, outcome.max_demand_rows)
+    if outcome.num_bad_ids:
+        ticket.bad_id = (outcome.bad_rank, outcome.bad_token, outcome.bad_value)
+
+
+def _policy_error(arena: Arena, ticket: Ticket) -> EpbufError | None:
+    """Return what an eager dispatch must raise, on every rank, once its round is complete."""
+    config = arena.plan.config
+    if ticket.bad_id is not None and config.validate_ids:
+        rank, token, value = ticket.bad_id
+        return ConfigError(
+            f"rank {rank} routes token {token} to expert {value}; ids lie in [0, num_experts={config.num_experts}), "
+            "and a negative id means no expert"
+        )
+    if ticket.overflowed is not None and config.overflow_policy == "error":
+        rank, rows = ticket.overflowed
+        return CapacityError(
+            f"rank {rank} needs {rows} rows (padding included) and recv_capacity_per_rank is "
+            f'{arena.plan.capacity_rows}; plan more, balance the router, or use overflow_policy="drop"'
+        )
+    return None
+
+
+def _fake_route(*_: object) -> torch.Tensor:
+    return torch.empty(8, dtype=torch.uint8, device="cpu")
+
+
+def _fake_nothing(*_: object) -> None:
+    return None
+
+
+def _register() -> None:
+    kernels = {f.__name__: f for f in (route, dispatch, combine, combine_backward, dispatch_backward)}
+    for schema in _SCHEMAS:
+        name = schema.split("(")[0]
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, kernels[name], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"epbuf::{name}", _fake_route if name == "route" else _fake_nothing, lib=_LIBRARY)
+
+
+_register()

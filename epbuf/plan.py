@@ -1,0 +1,501 @@
+"""The memory plan: which bytes of a rank's window hold what, for how long.
+
+`Plan.build` is a pure function of the config and the schedule. Sizes depend on maxima only, never on live counts, so
+every rank computes the same plan and a captured graph keeps its addresses. All offsets and sizes are computed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from epbuf.config import EpConfig, Payload, TokenDtype, round_up
+from epbuf.errors import ConfigError
+from epbuf.memory_map import Band, Extent, draw_svg, human_bytes
+from epbuf.schedule import Schedule
+
+Lifetime = Literal["arena", "frame", "forward", "backward"]
+
+ALIGNMENT_BYTES = 256
+"""Every region starts at a multiple of this: what TMA, cuBLAS scale tiles and 128-byte sectors ask for, and more."""
+
+_MAX_ROWS = 2**31 - 1
+
+_MAX_DRAWN_SETS = 32
+
+CONTROL_BYTES = 512
+"""Room for `struct Control` of csrc/layout.h."""
+
+COUNT_HEADER_CELLS = 8
+"""`kCountHeader` of csrc/layout.h: cells of a COUNT row that follow its E counts."""
+
+ROUTE_CHUNK_TOKENS = 64
+"""Tokens per row of `route_scratch`."""
+
+_ITEM_BYTES = {
+    "uint8": 1,
+    "int32": 4,
+    "int64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+}
+_TOKEN_DTYPE: dict[TokenDtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DATA_DTYPE = {
+    "mxfp8": "float8_e4m3fn",
+    "fp8_block128": "float8_e4m3fn",
+    "nvfp4": "float4_e2m1fn_x2",
+    "raw": "uint8",
+}
+_SCALE_DTYPE = {"mxfp8": "float8_e8m0fnu", "fp8_block128": "float32", "nvfp4": "float8_e4m3fn", "raw": "uint8"}
+
+
+@dataclass(frozen=True)
+class Region:
+    """Name one range of bytes of the window.
+
+    Attributes:
+        name: unique within its set.
+        index: number of its frame or workspace; 0 for the arena's own.
+        offset: bytes from the start of the window, a multiple of `alignment`.
+        nbytes: size in bytes, padding that follows not included.
+        alignment: bytes.
+        shape: of the tensor over the region.
+        dtype: name of a torch dtype.
+        lifetime: "arena" (until close), "frame" (dispatch to the end of its backward), "forward" (dispatch to
+            combine), "backward" (combine backward to dispatch backward).
+    """
+
+    name: str
+    index: int
+    offset: int
+    nbytes: int
+    alignment: int
+    shape: tuple[int, ...]
+    dtype: str
+    lifetime: Lifetime
+
+    @property
+    def end(self) -> int:
+        """Bytes from the start of the window to the first byte past the region."""
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True)
+class _Need:
+    """A region before it has a place."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Lay out the window of one arena. `print(plan)` shows it; `Arena.open(plan, group)` allocates it.
+
+    Attributes:
+        config: what it was built for.
+        schedule: how many frames and workspaces.
+        capacity_rows: C, rows that a rank can receive.
+        regions: all regions, in the order of the window: arena, frames, forward workspaces, backward workspaces.
+        total_bytes: size of the window.
+        fingerprint: hex SHA-256 of config, schedule and regions; equal on every rank, machine and Python version.
+    """
+
+    config: EpConfig
+    schedule: Schedule
+    capacity_rows: int
+    regions: tuple[Region, ...] = field(repr=False)
+    total_bytes: int
+
+    @staticmethod
+    def build(config: EpConfig, schedule: Schedule | None = None) -> Plan:
+        """Compute the plan. No torch, no GPU, no memory. `schedule` defaults to `Schedule.sequential(1)`.
+
+        Raises:
+            ConfigError: the config asks for a plan that this version has no code for, or that rows cannot index.
+        """
+        schedule = schedule or Schedule.sequential(1)
+        _check_save_recv(config)
+        capacity_rows = _capacity_rows(config)
+        regions = tuple(_place_all(config, schedule, capacity_rows))
+        _check_disjoint(regions, config.alias)
+        total_bytes = round_up(max(region.end for region in regions), ALIGNMENT_BYTES)
+        return Plan(config, schedule, capacity_rows, regions, total_bytes)
+
+    @property
+    def num_local_experts(self) -> int:
+        """L: experts that one rank owns."""
+        return self.config.num_local_experts
+
+    @property
+    def route_chunk_tokens(self) -> int:
+        """Tokens per row of `route_scratch`."""
+        return ROUTE_CHUNK_TOKENS
+
+    @property
+    def token_row_bytes(self) -> int:
+        """Bytes of a row of token dtype: x, expert_out, y."""
+        return Payload.same().row_bytes_for(self.config.hidden, self.config.token_dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of data in a dispatched row."""
+        return self.config.dispatch_payload.row_bytes_for(self.config.hidden, self.config.token_dtype)
+
+    @property
+    def scale_row_bytes(self) -> int:
+        """Bytes of block scales in a dispatched row, padding included."""
+        return self.config.dispatch_payload.scale_row_bytes_for(self.config.hidden)
+
+    @property
+    def grad_row_bytes(self) -> int:
+        """Bytes of data in a row that combine's backward sends."""
+        return self.config.combine_grad_payload.row_bytes_for(self.config.hidden, self.config.token_dtype)
+
+    @property
+    def grad_scale_row_bytes(self) -> int:
+        """Bytes of block scales in a row that combine's backward sends, padding included."""
+        return self.config.combine_grad_payload.scale_row_bytes_for(self.config.hidden)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identify the plan: hex SHA-256 of its canonical JSON."""
+        canonical = json.dumps(self._content(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+    def region(self, name: str, index: int = 0) -> Region:
+        """Return one region.
+
+        Raises:
+            KeyError: the plan has no such region.
+        """
+        return self._by_name[name, index]
+
+    def to_json(self) -> str:
+        """Write config, schedule, regions, total and fingerprint as JSON."""
+        return json.dumps({**self._content(), "fingerprint": self.fingerprint}, indent=2, sort_keys=True)
+
+    def to_svg(self) -> str:
+        """Draw the memory map: the whole window to scale, then the regions of one set of each lifetime."""
+        bands = [
+            Band(f"{_set_label(word, sets)}: {_each(sets)}", [_extent(region) for region in sets[0]])
+            for word, sets in self._sets.items()
+        ]
+        window = [extent for word, sets in self._sets.items() for extent in _window_extents(word, sets)]
+        heading = [f"epbuf window, {human_bytes(self.total_bytes)} per rank", *_describe(self)]
+        return draw_svg(heading, Band("the whole window, to scale", window), bands)
+
+    def __str__(self) -> str:
+        lines = [f"epbuf plan {self.fingerprint[:12]}", *(f"  {line}" for line in _describe(self)), ""]
+        rows: list[tuple[str, ...]] = [("region", "shape", "dtype", "each", "all", "first offset")]
+        for lifetime, sets in self._sets.items():
+            each, count = _span(sets[0]), len(sets)
+            rows.append((_set_label(lifetime, sets), "", "", human_bytes(each), human_bytes(each * count), ""))
+            rows.extend(_table_row(region, count) for region in sets[0])
+        rows.append(("total", "", "", "", human_bytes(self.total_bytes), f"{self.total_bytes:,} bytes"))
+        shared = [f"{first} and {second} share bytes" for first, second in self.config.alias]
+        return "\n".join([*lines, *_align(rows), *shared])
+
+    @cached_property
+    def _sets(self) -> dict[Lifetime, list[list[Region]]]:
+        """Regions by lifetime, then by index."""
+        sets: dict[Lifetime, list[list[Region]]] = {}
+        for region in self.regions:
+            of_lifetime = sets.setdefault(region.lifetime, [])
+            if region.index == len(of_lifetime):
+                of_lifetime.append([])
+            of_lifetime[region.index].append(region)
+        return sets
+
+    @cached_property
+    def _by_name(self) -> dict[tuple[str, int], Region]:
+        return {(region.name, region.index): region for region in self.regions}
+
+    def _content(self) -> dict[str, Any]:
+        schedule = {"kind": self.schedule.kind, **dict(self.schedule.parameters)}
+        counts = {"num_frames": self.schedule.num_frames, "num_workspaces": self.schedule.num_workspaces}
+        return {
+            "config": self.config.model_dump(mode="json"),
+            "schedule": {**schedule, **counts},
+            "capacity_rows": self.capacity_rows,
+            "total_bytes": self.total_bytes,
+            "regions": [_as_json(region) for region in self.regions],
+        }
+
+
+def describe_difference(a_json: str, b_json: str, *, names: tuple[str, str] = ("rank 0", "rank 1")) -> str:
+    """List what differs between two plans given by `to_json`, one line a field; "" for equal plans.
+
+    Fields of config and schedule are listed; only if those are equal, what follows from them.
+    """
+    a, b = json.loads(a_json), json.loads(b_json)
+    lines: list[str] = []
+    for part in ("config", "schedule"):
+        lines.extend(_differing_fields(a[part], b[part], names))
+    if not lines:
+        derived = [{key: plan[key] for key in plan if key not in ("config", "schedule")} for plan in (a, b)]
+        lines.extend(_differing_fields(derived[0], derived[1], names))
+    return "\n".join(lines)
+
+
+def _differing_fields(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str], prefix: str = "") -> Iterator[str]:
+    for key in sorted(a.keys() | b.keys()):
+        ours, theirs = a.get(key), b.get(key)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            yield from _differing_fields(ours, theirs, names, f"{prefix}{key}.")
+        elif ours != theirs:
+            yield f"{prefix}{key}: {names[0]} has {_short(ours)}, {names[1]} has {_short(theirs)}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def _capacity_rows(config: EpConfig) -> int:
+    """Return C. Worst case: every token of every rank picks min(K, L) experts of one rank; zones round up."""
+    if config.recv_capacity_per_rank is not None:
+        return config.recv_capacity_per_rank
+    num_local_experts, alignment = config.num_local_experts, config.expert_alignment
+    num_rows = config.num_ranks * config.max_tokens_per_rank * min(config.num_topk, num_local_experts)
+    capacity = round_up(num_rows + min(num_local_experts, num_rows) * (alignment - 1), alignment)
+    if config.capacity_factor is not None:
+        num_rows = math.ceil(config.max_tokens_per_rank * config.num_topk * config.capacity_factor)
+        capacity = min(round_up(num_rows + num_local_experts * (alignment - 1), alignment), capacity)
+    if capacity > _MAX_ROWS:
+        raise ConfigError(
+            f"the capacity comes to {capacity} rows, more than the {_MAX_ROWS} that int32 offs can index; "
+            "give recv_capacity_per_rank or a capacity_factor, or lower max_tokens_per_rank"
+        )
+    return capacity
+
+
+def _check_save_recv(config: EpConfig) -> None:
+    if not config.save_recv and config.dispatch_payload.format == "same" and not config.inference_only:
+        raise ConfigError(
+            "save_recv=False with dispatch_payload='same' loses the rows that the experts' weight gradient reads, and "
+            "this version can neither stash nor recompute them; use save_recv=True, a quantised payload, or "
+            "inference_only=True"
+        )
+
+
+def _payload_needs(payload: Payload, config: EpConfig, capacity_rows: int, prefix: str, data: str) -> list[_Need]:
+    """Return the regions of rows in one payload: data, block scales, row scales."""
+    row_bytes = payload.row_bytes_for(config.hidden, config.token_dtype)
+    dtype = _DATA_DTYPE.get(payload.format, _TOKEN_DTYPE[config.token_dtype])
+    needs = [_Need(data, (capacity_rows, row_bytes // _ITEM_BYTES[dtype]), dtype)]
+    scale_row_bytes = payload.scale_row_bytes_for(config.hidden)
+    if scale_row_bytes:
+        dtype = _SCALE_DTYPE[payload.format]
+        needs.append(_Need(f"{prefix}scales", (capacity_rows, scale_row_bytes // _ITEM_BYTES[dtype]), dtype))
+    if payload.format == "nvfp4":
+        needs.append(_Need(f"{prefix}row_scales", (capacity_rows,), "float32"))
+    return needs
+
+
+def _cells(name: str, config: EpConfig) -> _Need:
+    """Return one 8-byte cell per source rank."""
+    return _Need(name, (config.num_ranks,), "int64")
+
+
+def _token_rows(name: str, config: EpConfig, capacity_rows: int) -> _Need:
+    return _Need(name, (capacity_rows, config.hidden), _TOKEN_DTYPE[config.token_dtype])
+
+
+def _arena_needs(config: EpConfig, schedule: Schedule) -> list[_Need]:
+    return [
+        _Need("control", (CONTROL_BYTES,), "uint8"),
+        _cells("abort_cells", config),
+        _cells("progress_cells", config),
+        _Need("frame_counters", (schedule.num_frames, 4), "int32"),
+        _Need("forward_counters", (schedule.num_workspaces, 2), "int32"),
+        _Need("backward_counters", (schedule.num_workspaces, 2), "int32"),
+    ]
+
+
+def _recv_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
+    return _payload_needs(config.dispatch_payload, config, capacity_rows, "recv_", "recv_tokens")
+
+
+def _frame_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
+    num_local_experts = config.num_local_experts
+    needs = [
+        _Need("count_cells", (config.num_ranks, config.num_experts + COUNT_HEADER_CELLS), "int64"),
+        _cells("arrived_cells", config),
+        _Need("slot_map", (config.max_tokens_per_rank, config.num_topk), "int64"),
+        _Need("offs", (num_local_experts,), "int32"),
+        _Need("counts", (2 * num_local_experts + 1,), "int64"),
+        _Need("overflow", (1,), "float32"),
+        _Need("recv_topk_weights", (capacity_rows,), "float32"),
+    ]
+    return needs + (_recv_needs(config, capacity_rows) if config.save_recv else [])
+
+
+def _forward_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
+    num_chunks = -(-config.max_tokens_per_rank // ROUTE_CHUNK_TOKENS)
+    needs = [
+        _cells("ready_cells", config),
+        _cells("ack_cells", config),
+        _Need("route_base", (config.num_experts,), "int64"),
+        _Need("route_scratch", (num_chunks, config.num_experts), "int32"),
+    ]
+    if not config.save_recv:
+        needs += _recv_needs(config, capacity_rows)
+    return [*needs, _token_rows("expert_out", config, capacity_rows)]
+
+
+def _backward_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
+    names = ("go_cells", "grad_arrived_cells", "grad_ready_cells", "grad_ack_cells")
+    payload = config.combine_grad_payload
+    return [
+        *(_cells(name, config) for name in names),
+        *_payload_needs(payload, config, capacity_rows, "grad_expert_out_", "grad_expert_out"),
+        _token_rows("grad_recv_tokens", config, capacity_rows),
+        _Need("grad_recv_topk_weights", (capacity_rows,), "float32"),
+    ]
+
+
+# ---- places ---------------------------------------------------------------------------------------------------------
+
+
+def _place_all(config: EpConfig, schedule: Schedule, capacity_rows: int) -> Iterator[Region]:
+    """Yield all regions, one set after the other."""
+    num_backward = 0 if config.inference_only else schedule.num_workspaces
+    sets: list[tuple[Lifetime, int, list[_Need]]] = [
+        ("arena", 1, _arena_needs(config, schedule)),
+        ("frame", schedule.num_frames, _frame_needs(config, capacity_rows)),
+        ("forward", schedule.num_workspaces, _forward_needs(config, capacity_rows)),
+        ("backward", num_backward, _backward_needs(config, capacity_rows)),
+    ]
+    start = 0
+    for lifetime, count, needs in sets:
+        offsets, stride = _offsets(needs, dict(config.alias))
+        for index in range(count):
+            for need in needs:
+                offset = start + offsets[need.name]
+                yield Region(need.name, index, offset, need.nbytes, ALIGNMENT_BYTES, need.shape, need.dtype, lifetime)
+            start += stride
+
+
+def _offsets(needs: list[_Need], alias: dict[str, str]) -> tuple[dict[str, int], int]:
+    """Place one set: offsets from its start, and its size.
+
+    Two aliased regions share the block of the larger and end together, so that scales follow their data without a gap
+    whichever is larger. Example: data of 512 bytes aliased with 1024, scales of 64: 512, 0, 1024.
+    """
+    sizes = {need.name: need.nbytes for need in needs}
+    offsets: dict[str, int] = {}
+    end = 0
+    for name in sizes:
+        if name in offsets:
+            continue
+        members = [name, alias[name]] if alias.get(name) in sizes else [name]
+        start = round_up(end, ALIGNMENT_BYTES)
+        block_bytes = max(sizes[member] for member in members)
+        for member in members:
+            slack = block_bytes - sizes[member]
+            offsets[member] = start + slack - slack % ALIGNMENT_BYTES
+        end = start + block_bytes
+    return offsets, round_up(end, ALIGNMENT_BYTES)
+
+
+def _check_disjoint(regions: Sequence[Region], alias: Sequence[tuple[str, str]]) -> None:
+    """Assert that regions share bytes only where `alias` says so: the plan's own promise, not the caller's."""
+    reaching = regions[0]
+    for region in sorted(regions, key=lambda region: region.offset):
+        assert region.offset % region.alignment == 0, region
+        if region is not reaching and region.offset < reaching.end:
+            pair = {(reaching.name, region.name), (region.name, reaching.name)}
+            assert pair & set(alias) and region.index == reaching.index, (reaching, region)
+        reaching = max(reaching, region, key=lambda region: region.end)
+
+
+# ---- table and picture ----------------------------------------------------------------------------------------------
+
+
+def _describe(plan: Plan) -> list[str]:
+    config = plan.config
+    sizes = f"R={config.num_ranks} E={config.num_experts} (L={config.num_local_experts}) K={config.num_topk}"
+    rows = f"H={config.hidden} {config.token_dtype} T={config.max_tokens_per_rank}"
+    capacity = f"C={plan.capacity_rows} rows ({_capacity_source(config)}), A={config.expert_alignment}"
+    payloads = f"dispatch {_payload_word(config.dispatch_payload)}"
+    if not config.inference_only:
+        payloads += f", combine backward {_payload_word(config.combine_grad_payload)}"
+    return [f"{sizes} {rows}", f"{capacity}; {payloads}", str(plan.schedule)]
+
+
+def _capacity_source(config: EpConfig) -> str:
+    if config.recv_capacity_per_rank is not None:
+        return "given"
+    return "worst case" if config.capacity_factor is None else f"factor {config.capacity_factor:g}"
+
+
+def _payload_word(payload: Payload) -> str:
+    return f"{payload.format} blocked" if payload.scale_layout == "blocked" else payload.format
+
+
+def _set_label(lifetime: Lifetime, sets: Sequence[Sequence[Region]]) -> str:
+    noun = f"{lifetime} workspace" if lifetime in ("forward", "backward") else lifetime
+    return f"{noun} x {len(sets)}" if len(sets) > 1 else noun
+
+
+def _each(sets: Sequence[Sequence[Region]]) -> str:
+    return f"{human_bytes(_span(sets[0]))}{' each' if len(sets) > 1 else ''}"
+
+
+def _span(regions: Sequence[Region]) -> int:
+    """Return the bytes of one set, alignment gaps included."""
+    return round_up(max(region.end for region in regions), ALIGNMENT_BYTES) - regions[0].offset
+
+
+def _window_extents(lifetime: Lifetime, sets: Sequence[Sequence[Region]]) -> list[Extent]:
+    """Return one range per set, or one for all when there are too many to tell apart."""
+    if len(sets) > _MAX_DRAWN_SETS:
+        return [Extent(_set_label(lifetime, sets), sets[0][0].offset, _span(sets[0]) * len(sets))]
+    names = [f"{lifetime} {index}" if len(sets) > 1 else lifetime for index in range(len(sets))]
+    return [Extent(name, regions[0].offset, _span(regions)) for name, regions in zip(names, sets, strict=True)]
+
+
+def _extent(region: Region) -> Extent:
+    shape = " x ".join(str(size) for size in region.shape)
+    return Extent(region.name, region.offset, region.nbytes, f"[{shape}] {region.dtype}")
+
+
+def _table_row(region: Region, count: int) -> tuple[str, ...]:
+    shape = f"[{', '.join(str(size) for size in region.shape)}]"
+    sizes = human_bytes(region.nbytes), human_bytes(region.nbytes * count)
+    return (f"  {region.name}", shape, region.dtype, *sizes, f"{region.offset:,}")
+
+
+def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Pad columns to equal width: words to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < 3 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _as_json(region: Region) -> dict[str, Any]:
+    return {**vars(region), "shape": list(region.shape)}

@@ -1,0 +1,130 @@
+"""The few collective calls that opening and closing an arena needs, over whatever group the user has."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, cast
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from epbuf.errors import ConfigError
+
+
+class Group(Protocol):
+    """Ranks that open one arena together. Every method but the properties is collective."""
+
+    @property
+    def rank(self) -> int:
+        """Position of the caller in the group."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def all_gather(self, item: Any) -> list[Any]:
+        """Return every rank's `item`, by rank."""
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+
+
+class SoloGroup:
+    """One rank, no group."""
+
+    rank = 0
+    size = 1
+
+    def all_gather(self, item: Any) -> list[Any]:
+        return [item]
+
+    def barrier(self) -> None:
+        return None
+
+
+class TorchGroup:
+    """A torch process group of any backend."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.process_group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.process_group)
+
+    def all_gather(self, item: Any) -> list[Any]:
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self.process_group)
+        return items
+
+    def barrier(self) -> None:
+        # An object exchange, not dist.barrier: that one guesses a device for NCCL groups.
+        self.all_gather(None)
+
+
+@dataclass
+class Meeting:
+    """Where the virtual ranks of one process exchange objects."""
+
+    size: int
+    barrier: threading.Barrier = field(init=False)
+    items: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size)
+        self.items = [None] * self.size
+
+
+@dataclass(frozen=True)
+class VirtualRank:
+    """One of several ranks that live on threads of one process."""
+
+    rank: int
+    meeting: Meeting
+
+    @property
+    def size(self) -> int:
+        return self.meeting.size
+
+    def all_gather(self, item: Any) -> list[Any]:
+        self.meeting.items[self.rank] = item
+        self.meeting.barrier.wait()
+        items = list(self.meeting.items)
+        self.meeting.barrier.wait()
+        return items
+
+    def barrier(self) -> None:
+        self.meeting.barrier.wait()
+
+
+AnyGroup: TypeAlias = "dist.ProcessGroup | DeviceMesh | VirtualRank | None"
+
+
+def as_group(group: AnyGroup) -> Group:
+    """Wrap what a user calls a group.
+
+    Raises:
+        ConfigError: not a group, or a mesh of more than one dimension.
+    """
+    if group is None:
+        return SoloGroup()
+    if isinstance(group, VirtualRank):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ConfigError(
+                f"group is a DeviceMesh of {group.ndim} dimensions; an expert-parallel group has one: "
+                'pass the sub-mesh, for example mesh["ep"]'
+            )
+        return TorchGroup(group.get_group())
+    if isinstance(group, dist.ProcessGroup):
+        return TorchGroup(group)
+    raise ConfigError(
+        f"group must be a ProcessGroup, a one-dimensional DeviceMesh, None or a member of "
+        f"epbuf.windows.local.virtual_ranks(R), found {type(cast(object, group)).__name__}"
+    )
