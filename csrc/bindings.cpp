@@ -205,8 +205,7 @@ void bind_host_engine(py::module_& m) {
 
 py::buffer_info bytes_of(HostSegment& segment) {
   return {reinterpret_cast<std::uint8_t*>(segment.address()), static_cast<py::ssize_t>(segment.nbytes())};
-  constexpr bool kReadOnly = false;
-  return {reinterpret_cast<std::uint8_t*>(segment.address()), {nbytes}, {py::ssize_t{1}}, kReadOnly};
+}
 
 void bind_host_segment(py::module_& m) {
   py::class_<HostSegment>(m, "HostSegment", py::buffer_protocol())

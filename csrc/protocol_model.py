@@ -1,27 +1,28 @@
-"""Try every interleaving of the protocol that PROTOCOL.md describes, on two and three ranks.
+"""Explore every interleaving of the protocol that PROTOCOL.md describes, on two and three ranks.
 
-An op is a list of steps; a lane (one stream of one rank) runs its steps in order, and lanes interleave freely. `explore`
-visits every reachable state and answers "ok", "corrupt" (a kernel would read rows that are not the ones it wants, or
-two kernels touch the same rows at once) or "dead-lock" (a wait that nothing will end). `SOUND` holds programs that keep
-the rules, `BROKEN` the same programs with one rule removed. `python csrc/protocol_model.py` prints the table,
-`python csrc/protocol_model.py NAME` the shortest way into the failure of that case.
+An op is a list of steps; a lane (one stream of one rank) runs its steps in order, and lanes interleave freely.
+`explore` visits every reachable state and answers with one of these words:
 
-Three simplifications, each on the safe side:
+    ok          every lane finishes, and every kernel found the rows that it wanted
+    corrupt     a kernel finds other rows, or meets another kernel on the same rows
+    dead-lock   some lane waits for what cannot come any more
+    noticed     every rank saw in PROGRESS, or heard through ABORT, that some rank issued another call
+    in part     some interleavings end so on some ranks only
 
-- A publish reaches all ranks in one step. A store that arrives late looks to its poller like a poll made late, and
-  stores of one rank to one cell keep their order; so arriving at once only makes it easier to miss an epoch.
-- An await passes when all its cells match in one instant. A real poll looks at one cell after the other, which passes
-  in more situations; had one of them mattered, the model would report a dead-lock.
-- A kernel touches all its rows from its own step until the next step of its lane, the longest that it can.
+A kernel touches all its rows from its own step until the next step of its lane: the longest that it can. By default a
+publish reaches every rank in one step, and an await passes when all its cells match at once. Neither hides a failure:
+a late store looks to its poller like a late poll, and asking for all cells at once can only add dead-locks. A `fine`
+machine does without both: stores are in flight and land in any order, and cells are polled one after the other.
+
+The cases are in protocol_cases.py.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -60,11 +61,12 @@ class Publish:
 
 @dataclass(frozen=True)
 class Await:
-    """Wait until the cells of all ranks hold exactly this epoch."""
+    """Wait until the cells of all ranks, or of one, hold exactly this epoch."""
 
     cell: str
     epoch: str | int
     after_refusal: bool = False
+    source: int | None = None
 
     def __str__(self) -> str:
         return f"await {self.cell} = {self.epoch}"
@@ -90,6 +92,31 @@ class Move:
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Begin a call: tell every rank in PROGRESS its number and what it is. A workspace of None is any."""
+
+    op: str
+    frame: int
+    workspace: int | None
+
+    def __str__(self) -> str:
+        return f"announce {self.op} of frame {self.frame}, workspace {self.workspace}"
+
+    def agrees(self, other: Announce) -> bool:
+        """Tell whether two ranks make the same call."""
+        same_workspace = self.workspace == other.workspace or None in (self.workspace, other.workspace)
+        return (self.op, self.frame) == (other.op, other.frame) and same_workspace
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Look at every rank's PROGRESS once, whether or not there is anything to wait for."""
+
+    def __str__(self) -> str:
+        return "compare PROGRESS"
 
 
 @dataclass(frozen=True)
@@ -130,7 +157,7 @@ class Finish:
         return "finish"
 
 
-Step = Union[Advance, Remember, Publish, Await, Move, Clear, Record, AwaitEvent, Finish]
+Step = Advance | Remember | Publish | Await | Move | Announce | Compare | Clear | Record | AwaitEvent | Finish
 Steps = list[Step]
 Lane = tuple[int, int]  # rank, stream
 Programs = dict[Lane, Steps]
@@ -216,6 +243,7 @@ def route(u: Use) -> Steps:
         Await(u.cell("ack"), u.forward_use),
         Advance(u.round),
         *barrier(u.cell("count"), u.round),
+        Compare(),
         Move("compute slots", writes=(u.slots,)),
     ]
 
@@ -226,6 +254,7 @@ def refused_route(u: Use, *, holds_workspace: bool = True) -> Steps:
         *steps,
         Advance(u.round),
         *barrier(u.cell("count"), u.round),
+        Compare(),
         *barrier(u.cell("arrived"), u.round, after_refusal=True),
     ]
 
@@ -286,7 +315,8 @@ def refused_combine_backward(u: Use) -> Steps:
 def experts_backward(u: Use) -> Steps:
     """Compute the input gradient from the row gradient; with recv_in_workspace the received rows are gone."""
     reads = (u.grad_expert_out,) if u.recv_in_workspace else (u.grad_expert_out, u.recv)
-    return [Move("experts backward", reads=reads, writes=(u.grad_recv,), by_user=True)]
+    writes = (u.grad_recv,) if u.in_window else ()
+    return [Move("experts backward", reads=reads, writes=writes, by_user=True)]
 
 
 def weight_gradient(u: Use) -> Steps:
@@ -294,13 +324,13 @@ def weight_gradient(u: Use) -> Steps:
     return [Move("delayed weight gradient", reads=(u.recv, u.grad_expert_out), by_user=True)]
 
 
-def enter_alone(u: Use) -> Steps:
-    """Begin the use of a dispatch backward that no combine backward precedes; its rows are staged by the op."""
-    return [*enter_backward(u), Move("stage gradients", writes=(u.grad_recv,))]
+def stage_grad_recv(u: Use) -> Steps:
+    return [] if u.in_window else [Move("stage gradients", writes=(u.grad_recv,))]
 
 
 def dispatch_backward(u: Use) -> Steps:
     return [
+        *stage_grad_recv(u),
         Remember(u.last_ready, u.backward_use),
         *barrier(u.cell("grad_ready"), u.backward_use),
         Move("pull gradients", reads=(u.slots, pulled(u.grad_recv))),
@@ -310,10 +340,20 @@ def dispatch_backward(u: Use) -> Steps:
 
 def refused_dispatch_backward(u: Use) -> Steps:
     return [
+        *stage_grad_recv(u),
         Remember(u.last_ready, u.backward_use),
         *barrier(u.cell("grad_ready"), u.backward_use),
         *barrier(u.cell("grad_ack"), u.backward_use, after_refusal=True),
     ]
+
+
+def lone_dispatch_backward(u: Use) -> Steps:
+    """Begin the use as well, where no combine backward did; the op stages the rows then."""
+    return enter_backward(u) + dispatch_backward(replace(u, in_window=False))
+
+
+def refused_lone_dispatch_backward(u: Use) -> Steps:
+    return enter_backward(u) + refused_dispatch_backward(replace(u, in_window=False))
 
 
 def forward(u: Use) -> Steps:
@@ -324,9 +364,16 @@ def backward(u: Use) -> Steps:
     return combine_backward(u) + experts_backward(u) + dispatch_backward(u)
 
 
+def announced(u: Use, *ops: Callable[[Use], Steps]) -> Steps:
+    """Run ops that say in PROGRESS what they are; elsewhere it is left out, because no wait depends on it."""
+    return [step for op in ops for step in (Announce(op.__name__, u.frame, u.workspace), *op(u))]
+
+
 # ---- the machine ------------------------------------------------------------------------------------------------
 
-Place = tuple[str, int, int]  # a cell: (name, source, destination); rows: (region, owner, sender); a word: (name, rank, 0)
+Place = tuple[
+    str, int, int
+]  # a cell: (name, source, destination); rows: (region, owner, sender); a word: (name, rank, 0)
 Memory = tuple[int, ...]  # one number per place: an epoch, a count, a flag, or the number of a tag
 Action = Callable[[Memory], Memory | None]  # None: the lane must wait
 
@@ -348,36 +395,36 @@ class Touch(NamedTuple):
 NOTHING = Touch({}, {})
 
 
-@dataclass(frozen=True)
-class Result:
-    """What `explore` found: "ok", "corrupt" or "dead-lock", and the shortest way into a failure."""
-
-    verdict: str
-    num_states: int
-    trace: tuple[str, ...] = ()
-
-
 class Machine:
     """All lanes of all ranks and the memory they share.
 
     `silent` ranks have no tokens: they send and pull no row, and take every other step. With `may_time_out` a wait
-    that is not over may also give up: its rank is poisoned and skips every later step of the library; the user's
-    kernels still run there, on rows that are no longer right.
+    that is not over may also give up. A rank (of one stream) that gave up or noticed another call is poisoned and skips
+    every later step of the library; the user's kernels still run there, on rows that are no longer right.
     """
 
-    def __init__(self, programs: Programs, *, silent: Sequence[int] = (), may_time_out: bool = False) -> None:
+    def __init__(
+        self, programs: Programs, *, silent: Sequence[int] = (), may_time_out: bool = False, fine: bool = False
+    ) -> None:
         self.lanes = sorted(programs)
-        self.steps = [[*programs[lane], Finish()] for lane in self.lanes]
         self.ranks = range(1 + max(rank for rank, _ in self.lanes))
         self.senders = [rank for rank in self.ranks if rank not in silent]
-        self.may_time_out = may_time_out
-        self.tags = ["nothing"]
+        self.may_time_out, self.fine = may_time_out, fine
+        self.steps = [[*self._polls(programs[lane]), Finish()] for lane in self.lanes]
+        self.words = [
+            [f"rank {rank}, stream {stream}: {step}" for step in steps]
+            for (rank, stream), steps in zip(self.lanes, self.steps, strict=True)
+        ]
+        self.tags: list[object] = ["nothing"]
         self.index: dict[Place, int] = {}
+        self.in_flight: dict[int, int] = {}
         self.poison = [self._at("poisoned", rank) for rank in self.ranks]
-        self.touches = [[self._touch(rank, step) for step in lane] for (rank, _), lane in zip(self.lanes, self.steps)]
+        self.touches = [
+            [self._touch(rank, step) for step in steps] for (rank, _), steps in zip(self.lanes, self.steps, strict=True)
+        ]
         self.actions = [
-            [self._action(rank, step, touch) for step, touch in zip(lane, touches)]
-            for (rank, _), lane, touches in zip(self.lanes, self.steps, self.touches)
+            [self._action(rank, step) for step in steps]
+            for (rank, _), steps in zip(self.lanes, self.steps, strict=True)
         ]
 
     def start(self) -> State:
@@ -386,35 +433,84 @@ class Machine:
 
     def is_over(self, state: State) -> bool:
         """Tell whether every lane has finished."""
-        return all(pc == len(steps) for pc, steps in zip(state.pcs, self.steps))
+        return all(pc == len(steps) for pc, steps in zip(state.pcs, self.steps, strict=True))
+
+    def num_poisoned(self, state: State) -> int:
+        """Count the ranks that gave up or noticed another call."""
+        return sum(state.memory[at] for at in self.poison)
+
+    def stuck_lanes(self, state: State) -> list[str]:
+        """Say what each unfinished lane waits for."""
+        return [f"stuck: {w[pc]}" for w, pc in zip(self.words, state.pcs, strict=True) if pc < len(w)]
 
     def successors(self, state: State) -> Iterator[tuple[State | None, str]]:
         """List what one step of one lane leads to, with that step in words; None is a corrupt kernel."""
-        for lane_idx, (rank, stream) in enumerate(self.lanes):
-            pc = state.pcs[lane_idx]
-            if pc == len(self.steps[lane_idx]):
-                continue
-            step = self.steps[lane_idx][pc]
-            words = f"rank {rank}, stream {stream}: {step}"
-            is_poisoned = bool(state.memory[self.poison[rank]])
-            if is_poisoned and not (isinstance(step, Move) and step.by_user):
-                memory: Memory | None = state.memory
+        for store, cell in self.in_flight.items():
+            if state.memory[store]:
+                yield state._replace(memory=_put(state.memory, {cell: state.memory[store], store: 0})), "a store lands"
+        for lane_idx, pc in enumerate(state.pcs):
+            if pc < len(self.steps[lane_idx]):
+                yield from self._steps_of_lane(state, lane_idx, pc)
+
+    def _steps_of_lane(self, state: State, lane_idx: int, pc: int) -> Iterator[tuple[State | None, str]]:
+        rank, step = self.lanes[lane_idx][0], self.steps[lane_idx][pc]
+        words = self.words[lane_idx][pc]
+        memory: Memory | None = state.memory
+        if not self._skips(state, rank, step):
+            complaint = self._complaint(state, lane_idx) if isinstance(step, Move) else ""
+            if complaint:
+                yield None, words + complaint
+                return
+            memory = self.actions[lane_idx][pc](state.memory)
+        if (memory is None and self._may_give_up(state, rank, step)) or (
+            isinstance(step, Compare) and self._sees_another_call(state, rank)
+        ):
+            memory, words = _put(state.memory, {self.poison[rank]: 1}), words + ", gives up"
+        if memory is not None:
+            yield State((*state.pcs[:lane_idx], pc + 1, *state.pcs[lane_idx + 1 :]), memory), words
+
+    def _skips(self, state: State, rank: int, step: Step) -> bool:
+        """Tell whether a rank is poisoned and the step is the library's."""
+        return bool(state.memory[self.poison[rank]]) and not (isinstance(step, Move) and step.by_user)
+
+    def _may_give_up(self, state: State, rank: int, step: Step) -> bool:
+        """Tell whether a wait may end early: by the clock, by a peer's ABORT, or by a peer's PROGRESS."""
+        if not isinstance(step, Await):
+            return False
+        return self.may_time_out or self.num_poisoned(state) > 0 or self._sees_another_call(state, rank)
+
+    def _sees_another_call(self, state: State, rank: int) -> bool:
+        """Compare PROGRESS: a rank at the same call number with another op, frame or workspace."""
+        if ("call", rank, rank) not in self.index:
+            return False
+        calls = [state.memory[self.index["call", src, rank]] for src in self.ranks]
+        whats = [self.tags[state.memory[self.index["what", src, rank]]] for src in self.ranks]
+        mine = whats[rank]
+        return any(
+            call == calls[rank] and isinstance(what, Announce) and isinstance(mine, Announce) and not what.agrees(mine)
+            for call, what in zip(calls, whats, strict=True)
+        )
+
+    def _polls(self, steps: Steps) -> Iterator[Step]:
+        for step in steps:
+            if self.fine and isinstance(step, Await):
+                yield from (replace(step, source=src) for src in self.ranks)
             else:
-                memory = self.actions[lane_idx][pc](state.memory)
-            if memory is None and self.may_time_out and isinstance(step, Await):
-                memory, words = _put(state.memory, {self.poison[rank]: 1}), words + ", times out"
-            if isinstance(step, Move) and (step.by_user or not is_poisoned):
-                complaint = self._complaint(state, lane_idx)
-                if complaint:
-                    yield None, words + complaint
-                    continue
-            if memory is not None:
-                yield State((*state.pcs[:lane_idx], pc + 1, *state.pcs[lane_idx + 1 :]), memory), words
+                yield step
 
     def _at(self, name: str, first: int, second: int = 0) -> int:
         return self.index.setdefault((name, first, second), len(self.index))
 
-    def _tag(self, tag: str) -> int:
+    def _store(self, cell: str, src: int, dst: int) -> int:
+        """Answer the place that a publish writes: the cell, or the store that is in flight to it."""
+        at = self._at(cell, src, dst)
+        if not self.fine:
+            return at
+        store = self._at(f"{cell} in flight", src, dst)
+        self.in_flight[store] = at
+        return store
+
+    def _tag(self, tag: object) -> int:
         if tag not in self.tags:
             self.tags.append(tag)
         return self.tags.index(tag)
@@ -436,9 +532,10 @@ class Machine:
                 continue
             for owner in self.ranks if rows.everywhere else (rank,):
                 for sender in (rank,) if rows.only_mine else self.senders:
+                    self._at(rows.region, owner, sender)
                     yield (rows.region, owner, sender), rows.tag
 
-    def _action(self, rank: int, step: Step, touch: Touch) -> Action:
+    def _action(self, rank: int, step: Step) -> Action:
         """Turn a step into a function from the memory before it to the memory after it."""
         match step:
             case Advance(counter):
@@ -448,11 +545,18 @@ class Machine:
                 at, value = self._at(counter, rank), self._epoch(rank, source)
                 return lambda memory: _put(memory, {at: value(memory)})
             case Publish(cell, epoch):
-                cells, value = [self._at(cell, rank, dst) for dst in self.ranks], self._epoch(rank, epoch)
-                return lambda memory: _put(memory, dict.fromkeys(cells, value(memory)))
-            case Await(cell, epoch):
-                cells, value = [self._at(cell, src, rank) for src in self.ranks], self._epoch(rank, epoch)
+                stores, value = [self._store(cell, rank, dst) for dst in self.ranks], self._epoch(rank, epoch)
+                return lambda memory: _put(memory, dict.fromkeys(stores, value(memory)))
+            case Await(cell, epoch, source=source):
+                sources = self.ranks if source is None else (source,)
+                cells, value = [self._at(cell, src, rank) for src in sources], self._epoch(rank, epoch)
                 return lambda memory: memory if all(memory[at] == value(memory) for at in cells) else None
+            case Announce():
+                calls, what = [self._at("call", rank, dst) for dst in self.ranks], self._tag(step)
+                whats = [self._at("what", rank, dst) for dst in self.ranks]
+                return lambda memory: _put(
+                    memory, dict.fromkeys(calls, memory[calls[0]] + 1) | dict.fromkeys(whats, what)
+                )
             case Clear(cell):
                 zeros = {self._at(cell, src, rank): 0 for src in self.ranks}
                 return lambda memory: _put(memory, zeros)
@@ -463,9 +567,7 @@ class Machine:
                 at = self._at(event, rank)
                 return lambda memory: memory if memory[at] else None
             case _:
-                for place, tag in touch.reads.items():
-                    self._at(*place), self._tag(tag)
-                written = {self._at(*place): self._tag(tag) for place, tag in touch.writes.items()}
+                written = {self._at(*place): self._tag(tag) for place, tag in self._touch(rank, step).writes.items()}
                 return lambda memory: _put(memory, written)
 
     def _complaint(self, state: State, lane_idx: int) -> str:
@@ -489,10 +591,11 @@ class Machine:
         return ""
 
     def _seen_touch(self, state: State, lane_idx: int, pc: int) -> Touch:
-        """Answer what a kernel touches; what a poisoned rank reads is of no interest to anybody."""
-        touch = self.touches[lane_idx][pc]
-        is_poisoned = state.memory[self.poison[self.lanes[lane_idx][0]]]
-        return Touch({}, touch.writes) if is_poisoned else touch
+        """Answer what a kernel touches; on a poisoned rank only what the user's kernels write is of interest."""
+        rank, touch = self.lanes[lane_idx][0], self.touches[lane_idx][pc]
+        if not state.memory[self.poison[rank]]:
+            return touch
+        return NOTHING if self._skips(state, rank, self.steps[lane_idx][pc]) else Touch({}, touch.writes)
 
 
 def _put(memory: Memory, changes: Mapping[int, int]) -> Memory:
@@ -502,14 +605,26 @@ def _put(memory: Memory, changes: Mapping[int, int]) -> Memory:
     return tuple(after)
 
 
+@dataclass(frozen=True)
+class Result:
+    """What `explore` found, and the shortest way into a failure."""
+
+    verdict: str
+    num_states: int
+    trace: tuple[str, ...] = ()
+
+
 def explore(machine: Machine) -> Result:
     """Visit every reachable state, nearest first, and stop at the first failure."""
     start = machine.start()
     came_from: dict[State, tuple[State, str] | None] = {start: None}
     queue = deque([start])
+    ends: set[int] = set()  # how many ranks are poisoned where all lanes have finished
     while queue:
         state = queue.popleft()
         is_stuck = not machine.is_over(state)
+        if not is_stuck:
+            ends.add(machine.num_poisoned(state))
         for after, words in machine.successors(state):
             is_stuck = False
             if after is None:
@@ -518,8 +633,10 @@ def explore(machine: Machine) -> Result:
                 came_from[after] = (state, words)
                 queue.append(after)
         if is_stuck:
-            return Result("dead-lock", len(came_from), _way_to(state, came_from))
-    return Result("ok", len(came_from))
+            return Result("dead-lock", len(came_from), (*_way_to(state, came_from), *machine.stuck_lanes(state)))
+    if machine.may_time_out or ends == {0}:
+        return Result("ok", len(came_from))
+    return Result("noticed" if ends == {len(machine.ranks)} else "in part", len(came_from))
 
 
 def _way_to(state: State, came_from: Mapping[State, tuple[State, str] | None]) -> tuple[str, ...]:

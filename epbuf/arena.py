@@ -47,7 +47,7 @@ class Arena:
         self.handle = _C.handle_put(weakref.ref(self))
         self.book = LeaseBook(self.handle, plan.schedule.num_frames, plan.schedule.num_workspaces)
         self._group = group
-        self._regions = _make_regions(plan, window.storage, device)
+        self._regions = _make_regions(plan, window)
         self._lifetimes = {region.name: region.lifetime for region in plan.regions}
         self._base = window.peers[group.rank]
         self._closed = False
@@ -126,7 +126,7 @@ class Arena:
             )
         nbytes = data.nbytes + (scales.nbytes if scales is not None else 0)
         self.require_open(name)
-        return torch.empty(0, dtype=torch.uint8).set_(self.window.storage, data.offset, (nbytes,), (1,))
+        return self.window.bytes_at(data.offset, nbytes)
 
     def index_at(self, name: str, tensor: torch.Tensor) -> int:
         """Return which of the regions of a name a tensor is.
@@ -353,12 +353,12 @@ def _raise_mismatch(first: str, other: str, rank: int) -> NoReturn:
     )
 
 
-def _make_regions(plan: Plan, storage: torch.UntypedStorage, device: torch.device) -> dict[str, list[torch.Tensor]]:
-    """Make one tensor per region over one storage; declared aliases are views of one tensor."""
+def _make_regions(plan: Plan, window: Window) -> dict[str, list[torch.Tensor]]:
+    """Make one tensor per region; declared aliases are views of one tensor."""
     tensors: dict[str, list[torch.Tensor]] = {}
     by_offset: dict[int, torch.Tensor] = {}
     for region in plan.regions:
-        tensor = _make_tensor(region, storage, device)
+        tensor = _make_tensor(region, window)
         first = by_offset.setdefault(region.offset, tensor)
         if first is not tensor:
             tensor = _alias(first, region)
@@ -366,11 +366,11 @@ def _make_regions(plan: Plan, storage: torch.UntypedStorage, device: torch.devic
     return tensors
 
 
-def _make_tensor(region: Region, storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    dtype = getattr(torch, region.dtype)
+def _make_tensor(region: Region, window: Window) -> torch.Tensor:
+    memory = window.bytes_at(region.offset, region.nbytes)
     stride = torch.empty(region.shape, device="meta").stride()
-    tensor = torch.empty(0, dtype=dtype, device=device)
-    return tensor.set_(storage, region.offset // dtype.itemsize, region.shape, stride)
+    tensor = torch.empty(0, dtype=getattr(torch, region.dtype), device=memory.device)
+    return tensor.set_(memory.untyped_storage(), 0, region.shape, stride)  # no view of `memory`: its own counter
 
 
 def _alias(first: torch.Tensor, region: Region) -> torch.Tensor:

@@ -111,7 +111,7 @@ def dispatch(
         lease, ops.refuse_dispatch, x=x, topk_idx=topk_idx, topk_weights=topk_weights, x_scales=x_scales,
         num_tokens=num_tokens,
     )  # fmt: skip
-    tokens, weights, ticket = _Dispatch.apply(arena.anchor, x, topk_weights, topk_idx, num_tokens, x_scales, lease)
+    tokens, weights, ticket = _apply(_Dispatch, arena.anchor, x, topk_weights, topk_idx, num_tokens, x_scales, lease)
     lease.ticket, lease.num_tokens = ticket, x.shape[0]
     counts, num_local = arena.region("counts", frame).detach(), arena.plan.num_local_experts
     return Received(
@@ -157,7 +157,7 @@ def combine(
         ops.refuse_combine(
             lease, ConfigError(f'raw_grad=True needs a quantised combine_grad_payload, found "{payload}"')
         )
-    return cast(torch.Tensor, _Combine.apply(expert_out, topk_weights, out, lease))
+    return cast(torch.Tensor, _apply(_Combine, expert_out, topk_weights, out, lease))
 
 
 def unpack(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -192,7 +192,7 @@ class _Dispatch(torch.autograd.Function):
         return recv_tokens.detach(), recv_weights.detach(), ticket
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(
         ctx: Any, grad_tokens: torch.Tensor | None, grad_weights: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
@@ -225,7 +225,7 @@ class _Combine(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         arena: Arena = ctx.arena
         ticket = ctx.saved_tensors[0]
@@ -241,6 +241,10 @@ class _Combine(torch.autograd.Function):
         if grad_weights is not None:
             grad_weights = _first_rows(arena, ticket, grad_weights, ctx.num_rows)
         return rows, grad_weights, None, None
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: object) -> Any:
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 def _arena(lease: Lease) -> Arena:

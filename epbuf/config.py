@@ -7,7 +7,7 @@ Every rank of a group must bring the same `EpConfig`: `Arena.open` compares them
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -102,6 +102,10 @@ def _explain(model: type[BaseModel], details: ErrorDetails) -> str:
         return f"{asked} is not a field; {_nearest(field, list(model.model_fields))}"
     problem = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"{asked} {problem}; correct {field}"
+
+
+def _items(value: object) -> Sequence[object]:
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _nearest(word: str, known: list[str]) -> str:
@@ -316,8 +320,13 @@ class EpConfig(_Checked):
 
     @field_validator("alias", mode="before")
     @classmethod
-    def _alias_from_lists(cls, value: object) -> object:
-        return tuple(tuple(pair) for pair in value) if isinstance(value, list) else value
+    def _alias_of_pairs(cls, value: object) -> object:
+        pairs = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in _items(value))
+        unknown = next((pair for pair in pairs if pair not in ALIASES), None)
+        if unknown is not None:
+            known = " and ".join(repr(pair) for pair in ALIASES)
+            raise ConfigError(f"alias {unknown!r} is not a pair that may share bytes; the pairs are {known}")
+        return pairs
 
     @model_validator(mode="after")
     def _check_words(self) -> EpConfig:
@@ -375,10 +384,6 @@ class EpConfig(_Checked):
 
     @model_validator(mode="after")
     def _check_alias(self) -> EpConfig:
-        for pair in self.alias:
-            if pair not in ALIASES:
-                known = ", ".join(f"({a!r}, {b!r})" for a, b in ALIASES)
-                raise ConfigError(f"alias {pair!r} is not a pair that may share bytes; use {known}")
         if ALIASES[0] in self.alias and (self.save_recv or not self.dispatch_payload.is_quantised):
             raise ConfigError(
                 f"alias {ALIASES[0]!r} needs a quantised dispatch_payload and save_recv=False, found "

@@ -7,7 +7,7 @@ in two directions each: combine backward is a dispatch of gradients, dispatch ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,7 +97,7 @@ class NativeEngine:
         self._plan = plan
         self._num_topk = plan.config.num_topk
         arguments = (_geometry(plan, rank), _offsets(plan, _C.ArenaOffsets, 0), *_sets(plan), window.peers)
-        self.native: Any = _C.HostEngine(*arguments)
+        self.native: _C.HostEngine = _C.HostEngine(*arguments)
 
     def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
         call = _place(_C.RouteCall(), place)
@@ -159,7 +159,7 @@ class NativeEngine:
         self.native.abort(int(_C.Status.ABORTED))
 
     def close(self) -> None:
-        self.native = None
+        del self.native
 
 
 def open_engine(word: str, plan: Plan, rank: int, window: Window, device: torch.device) -> Engine:
@@ -244,7 +244,7 @@ def _sets(plan: Plan) -> tuple[list[Any], list[Any], list[Any]]:
     return frames, forwards, [] if plan.config.inference_only else backwards
 
 
-def _only(offsets: Any, lifetime: str, lifetimes: dict[str, str]) -> Any:
+def _only(offsets: Any, lifetime: str, lifetimes: Mapping[str, str]) -> Any:
     """Clear the fields whose region lives elsewhere (recv_* lie in the frame or in the forward workspace)."""
     for name in ("recv_tokens", "recv_scales", "recv_row_scales"):
         if lifetimes.get(name) != lifetime:

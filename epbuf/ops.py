@@ -38,7 +38,7 @@ from epbuf.engine import Place, Rows
 from epbuf.errors import CapacityError, ConfigError, EpbufError, LeaseError
 from epbuf.lease import Direction, Lease, Ticket, make_ticket_tensor, read_ticket
 
-_LIBRARY = torch.library.Library("epbuf", "DEF")
+_LIBRARY = torch.library.Library("epbuf", "DEF")  # type: ignore[no-untyped-call]
 
 _SCHEMAS = (
     "route(Tensor(a!) order, Tensor(b!) offs, Tensor(c!) counts, Tensor(d!) overflow, Tensor token, Tensor topk_idx, "
@@ -320,8 +320,8 @@ def _register() -> None:
     kernels = {f.__name__: f for f in (route, dispatch, combine, combine_backward, dispatch_backward)}
     for schema in _SCHEMAS:
         name = schema.split("(")[0]
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(name, kernels[name], "CompositeExplicitAutograd")
+        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, kernels[name], "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"epbuf::{name}", _fake_route if name == "route" else _fake_nothing, lib=_LIBRARY)
 
 

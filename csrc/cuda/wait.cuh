@@ -75,24 +75,31 @@ __device__ inline bool fail(Status status, const KernelCall& call, const Awaited
   return false;
 }
 
+// The loops over all ranks keep several loads in flight: a look must not take longer than the wait it belongs to.
 __device__ inline std::int32_t find_abort(const KernelCall& call) {
-#pragma unroll 1
-  for (std::int32_t peer = 0; peer < call.num_ranks; ++peer) {
-    if (abort_of(call, peer).epoch == 0) continue;
-    fence_acquire_system();
-    return peer;
+  std::int32_t aborter = -1;
+#pragma unroll 8
+  for (std::int32_t peer = call.num_ranks - 1; peer >= 0; --peer) {
+    if (abort_of(call, peer).epoch != 0) aborter = peer;
   }
-  return -1;
+  fence_acquire_system();
+  return aborter;
+}
+
+// A peer runs the same call with another op, frame or workspace.
+__device__ __forceinline__ bool mismatches(const KernelCall& call, const Awaited& awaited, std::int32_t peer) {
+  const Cell theirs = progress_of(call, peer);
+  return theirs.epoch == awaited.call && !same_progress(theirs.value, pack_progress(call));
 }
 
 __device__ inline std::int32_t find_mismatch(const KernelCall& call, const Awaited& awaited) {
-  if (call.check_progress == 0) return -1;
-#pragma unroll 1
-  for (std::int32_t peer = 0; peer < call.num_ranks; ++peer) {
-    const Cell theirs = progress_of(call, peer);
-    if (theirs.epoch == awaited.call && !same_progress(theirs.value, pack_progress(call))) return peer;
+  std::int32_t other = -1;
+  if (call.check_progress == 0) return other;
+#pragma unroll 8
+  for (std::int32_t peer = call.num_ranks - 1; peer >= 0; --peer) {
+    if (mismatches(call, awaited, peer)) other = peer;
   }
-  return -1;
+  return other;
 }
 
 // Names the rank that is missing, not the rank that noticed first.
@@ -172,6 +179,16 @@ __device__ inline bool await_all(const KernelCall& call, const Awaited& awaited)
   }
   fence_acquire_system();
   return __syncthreads_and(arrived);
+}
+
+// False if a peer runs another op, frame or workspace as the same call. Asked where the awaited cells are the same for
+// both, so that the wait itself cannot tell.
+__device__ inline bool all_agree(const KernelCall& call, const Awaited& awaited) {
+  bool agree = true;
+  for (std::int32_t peer = threadIdx.x; call.check_progress != 0 && peer < call.num_ranks; peer += blockDim.x) {
+    if (mismatches(call, awaited, peer)) agree = fail(kMismatch, call, awaited, peer);
+  }
+  return __syncthreads_and(agree);
 }
 
 }  // namespace epbuf::cuda

@@ -32,8 +32,8 @@ Outcome HostEngine::run(OpState op, Body body) {
   Outcome outcome = empty_outcome();
   outcome.status = kPoisoned;
   if (context_.control().poisoned()) return outcome;
-  context_.waiter().begin(&op);
-  outcome.status = body(op, &outcome);
+  outcome.status = context_.waiter().begin(&op);
+  if (outcome.status == kOk) outcome.status = body(op, &outcome);
   return outcome;
 }
 

@@ -57,9 +57,11 @@ void WaitClock::pause() const {
   }
 }
 
-void Waiter::begin(OpState* op) const {
+Status Waiter::begin(OpState* op) const {
   op->call = control_->begin_call();
   windows_.publish_relaxed(arena_.progress_cells, {op->call, pack_progress(*op)});
+  WaitClock clock(timeout_us_);
+  return look_around(*op, {kPhaseNone, nullptr, 0, 0}, windows_.rank(), &clock);
 }
 
 Status Waiter::await(const OpState& op, const Awaited& awaited) const {
@@ -144,7 +146,8 @@ ErrorRecord Waiter::describe(Status status, const OpState& op, const Awaited& aw
   error.frame = static_cast<std::uint32_t>(op.frame);
   error.workspace = static_cast<std::uint32_t>(op.workspace) & kProgressIndexMask;
   error.expected_epoch = awaited.epoch;
-  error.seen_epoch = load_relaxed_system(awaited.cells + peer * awaited.cells_per_rank).epoch;
+  const Cell* cells = awaited.cells == nullptr ? nullptr : awaited.cells + peer * awaited.cells_per_rank;
+  error.seen_epoch = cells == nullptr ? 0 : load_relaxed_system(cells).epoch;
   const Cell progress = progress_of(peer);
   error.peer_call = progress.epoch;
   error.peer_progress = progress.value;

@@ -52,8 +52,9 @@ class Waiter {
   Waiter(const Windows& windows, const ArenaOffsets& arena, ControlBlock* control, std::uint64_t timeout_us)
       : windows_(windows), arena_(arena), control_(control), timeout_us_(timeout_us) {}
 
-  // Numbers the call and tells every rank what it is.
-  void begin(OpState* op) const;
+  // Numbers the call and tells every rank what it is. Fails, in phase kPhaseNone, if a peer has given up already: a late
+  // rank must not move rows that nobody awaits.
+  Status begin(OpState* op) const;
 
   // Returns kOk once all ranks, this one included, have published `awaited.epoch`; acquires what they published.
   // Otherwise kTimeout, kMismatch or kAborted: the failure is recorded, the arena poisoned, the peers told.

@@ -15,13 +15,17 @@ class Window(Protocol):
 
     Attributes:
         kind: the word that `Arena.open(window=)` takes.
-        storage: this rank's bytes; the storage's owner keeps the mapping alive.
         peers: base address of every rank's bytes as mapped in this process, by rank.
     """
 
     kind: str
-    storage: torch.UntypedStorage
     peers: list[int]
+
+    def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return some of this rank's bytes as a uint8 tensor with a storage of its own, which keeps the mapping alive.
+
+        One storage per region: a compiler takes tensors of one storage for aliases and would copy them.
+        """
 
     def close(self) -> None:
         """Give up this rank's references. Never communicates; idempotent."""

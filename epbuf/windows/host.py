@@ -42,7 +42,10 @@ class HostWindow:
         peers[group.rank] = own
         self._segments = peers
         self.peers = [segment.address for segment in peers]
-        self.storage = torch.frombuffer(memoryview(own), dtype=torch.uint8).untyped_storage()
+        self._bytes = memoryview(own)
+
+    def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer(self._bytes[offset : offset + nbytes], dtype=torch.uint8)
 
     def close(self) -> None:
         self._segments = []

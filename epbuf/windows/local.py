@@ -24,7 +24,10 @@ class LocalWindow:
         own = _C.HostSegment.anonymous(nbytes)
         self._segments = group.all_gather(own)  # a peer's bytes live as long as anybody can address them
         self.peers = [segment.address for segment in self._segments]
-        self.storage = torch.frombuffer(memoryview(own), dtype=torch.uint8).untyped_storage()
+        self._bytes = memoryview(own)
+
+    def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer(self._bytes[offset : offset + nbytes], dtype=torch.uint8)
 
     def close(self) -> None:
         self._segments = []

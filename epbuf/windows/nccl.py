@@ -11,6 +11,7 @@ import torch
 
 from epbuf import _C
 from epbuf.errors import NativeError
+from epbuf.windows.device import device_bytes
 from epbuf.windows.group import Group
 
 MIN_VERSION = 23004  # 2.30.4, the first with ranks that share a GPU and host getters that TE's EP requires too
@@ -25,7 +26,7 @@ class NcclWindow:
         """Make a communicator over `group`, allocate, register, ask for the peers' addresses. Collective; synchronises.
 
         Raises:
-            NativeError: no NCCL >= 2.30.4, a refused registration, or a group wider than the NVLink domain; on all ranks.
+            NativeError: no NCCL >= 2.30.4, a refused registration, or a group wider than the NVLink domain.
         """
         library, trouble = _attempt_library()
         _raise_everywhere(group, trouble)
@@ -33,28 +34,18 @@ class NcclWindow:
         with torch.cuda.device(device):
             self._native: Any = _C.NcclWindow(library, identity, group.rank, group.size, nbytes)
         self.peers = list(self._native.peers)
-        self.storage = torch.as_tensor(_DeviceBytes(self._native, nbytes), device=device).untyped_storage()
-        self.storage.fill_(0)
+        self._device = device
+        self.bytes_at(0, nbytes).zero_()
         torch.cuda.synchronize(device)
+
+    def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
+        return device_bytes(self._native, self._native.address + offset, nbytes, self._device)
 
     def close(self) -> None:
         """Deregister and destroy the communicator; the memory goes with the last view of it. After a barrier."""
         if self._native is not None:
             self._native.deregister()
         self._native = None
-
-
-class _DeviceBytes:
-    """Lets torch take device memory whose owner is a native object."""
-
-    def __init__(self, owner: Any, nbytes: int) -> None:
-        self._owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (owner.address, False),
-            "version": 3,
-        }
 
 
 def find_library() -> str:

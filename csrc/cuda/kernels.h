@@ -1,0 +1,31 @@
+// The kernels, one launch_ function each: it owns grid, block and shared memory. All are asynchronous.
+#pragma once
+
+#include <cstdint>
+
+#include "../layout.h"
+#include "launch.h"
+
+namespace epbuf::cuda {
+
+void launch_route_count(const RouteCountKernel& kernel, const Target& target);
+void launch_route_exchange(const RouteExchangeKernel& kernel, const Target& target);
+void launch_route_slots(const RouteSlotsKernel& kernel, const Target& target);
+void launch_signal(const SignalKernel& kernel, const Target& target);
+void launch_abort(const AbortKernel& kernel, const Target& target);
+void launch_push(const PushKernel& kernel, std::int64_t max_padding_rows, const Target& target);
+void launch_stage(const StageKernel& kernel, TokenDtype dtype, std::int64_t max_rows, const Target& target);
+void launch_pull(const PullKernel& kernel, TokenDtype dtype, const Target& target);
+void launch_weight_grad(const WeightGradKernel& kernel, TokenDtype dtype, std::int64_t max_rows, const Target& target);
+
+// Bytes of shared memory that the largest block of route needs.
+std::size_t route_shared_bytes(const Geometry& geometry);
+
+// Loads every variant of the family.
+void load_route();
+void load_signal();
+void load_dispatch();
+void load_combine();
+void load_weight();
+
+}  // namespace epbuf::cuda

@@ -1,0 +1,63 @@
+// Launches of kernels that take one struct, and checks of the CUDA runtime's answers.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../check.h"
+
+namespace epbuf::cuda {
+
+constexpr std::uint32_t kWarpSize = 32;
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  EPBUF_CHECK(error == cudaSuccess, what, " failed: ", cudaGetErrorString(error));
+}
+
+struct Grid {
+  std::uint32_t num_blocks;
+  std::uint32_t num_threads;
+  std::size_t shared_bytes = 0;
+};
+
+// Where a launch goes and how much of the GPU it may fill.
+struct Target {
+  cudaStream_t stream;
+  std::uint32_t num_sms;      // of the device
+  std::uint32_t max_num_sms;  // of the config; 0: no limit
+
+  // Blocks for `num_blocks` pieces of work: at most `blocks_per_sm` on every SM, or one on each of max_num_sms.
+  std::uint32_t fit(std::int64_t num_blocks, std::uint32_t blocks_per_sm) const {
+    const std::int64_t limit = max_num_sms != 0 ? max_num_sms : static_cast<std::int64_t>(num_sms) * blocks_per_sm;
+    return static_cast<std::uint32_t>(num_blocks < 1 ? 1 : num_blocks < limit ? num_blocks : limit);
+  }
+};
+
+// Enqueues; never synchronises and leaves the runtime's last error alone.
+template <typename Arguments>
+void launch(const char* name, void (*kernel)(Arguments), const Grid& grid, const Arguments& arguments,
+            cudaStream_t stream) {
+  void* pointers[] = {const_cast<Arguments*>(&arguments)};
+  const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(grid.num_blocks),
+                                             dim3(grid.num_threads), pointers, grid.shared_bytes, stream);
+  EPBUF_CHECK(error == cudaSuccess, "launch of ", name, " (", grid.num_blocks, " blocks of ", grid.num_threads,
+              " threads, ", grid.shared_bytes, " bytes of shared memory) failed: ", cudaGetErrorString(error));
+}
+
+// Loads a kernel's code now and lets it use all shared memory. A first launch would load it, and loading waits for
+// running kernels: for ever, if one of them waits for a rank of this process.
+template <typename Arguments>
+void load(const char* name, void (*kernel)(Arguments)) {
+  const void* function = reinterpret_cast<const void*>(kernel);
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, function), name);
+  int device = 0, available = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+             "cudaDeviceGetAttribute");
+  const int dynamic = available - static_cast<int>(attributes.sharedSizeBytes);
+  check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic), name);
+}
+
+}  // namespace epbuf::cuda

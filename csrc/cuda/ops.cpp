@@ -1,0 +1,289 @@
+// The ops as chains of kernels. Kernels that move rows never wait; the one-block kernels between them do.
+#include "context.h"
+
+namespace epbuf::cuda {
+namespace {
+
+// The steps that belong to the wanted phases.
+std::uint32_t steps_of(Phases phases, std::uint32_t first, std::uint32_t second, std::uint32_t third = 0) {
+  return ((phases & 1) ? first : 0) | ((phases & 2) ? second : 0) | ((phases & 4) ? third : 0);
+}
+
+void launch_steps(const CudaContext& context, SignalKernel k, std::uint32_t steps, std::uint64_t stream) {
+  if (steps == 0) return;
+  k.steps = steps;
+  launch_signal(k, context.target(stream));
+}
+
+// ---- route ------------------------------------------------------------------------------------------------------
+
+KernelIds ids_of(const CudaContext& context, const RouteCall& call) {
+  KernelIds ids{};
+  ids.num_topk = context.geometry().num_topk;
+  if (call.refusal != kRefusalNone) return ids;
+  ids.topk_idx = call.topk_idx;
+  ids.live_tokens = call.live_tokens;
+  ids.row_stride = call.topk_idx_row_stride;
+  ids.topk_idx_bytes = call.topk_idx_bytes;
+  ids.live_tokens_bytes = call.live_tokens_bytes;
+  ids.num_tokens = call.num_tokens;
+  return ids;
+}
+
+RouteCountKernel count_kernel(const CudaContext& context, const RouteCall& call) {
+  RouteCountKernel k{};
+  k.call = context.kernel_call(kOpRoute, call);
+  k.ids = ids_of(context, call);
+  k.route_scratch = context.own(context.forward(call.workspace).route_scratch);
+  k.bad_ids = context.words().bad_ids(call.workspace);
+  k.num_experts = context.geometry().num_experts;
+  k.chunk_tokens = static_cast<std::int32_t>(context.geometry().route_chunk_tokens);
+  return k;
+}
+
+RouteSlotsKernel slots_kernel(const CudaContext& context, const RouteCall& call) {
+  RouteSlotsKernel k{};
+  k.call = context.kernel_call(kOpRoute, call);
+  k.ids = ids_of(context, call);
+  k.route_scratch = context.own(context.forward(call.workspace).route_scratch);
+  k.route_base = context.own(context.forward(call.workspace).route_base);
+  k.slot_map = context.own(context.frame(call.frame).slot_map);
+  k.capacity_rows = context.geometry().capacity_rows;
+  k.num_experts = context.geometry().num_experts;
+  k.num_local_experts = context.geometry().num_local_experts;
+  k.chunk_tokens = static_cast<std::int32_t>(context.geometry().route_chunk_tokens);
+  return k;
+}
+
+// A refusing rank that holds no workspace has none to wait for and writes to none.
+void add_workspace(const CudaContext& context, std::int32_t workspace, RouteExchangeKernel* k) {
+  if (workspace < 0) return;
+  const ForwardOffsets& forward = context.forward(workspace);
+  k->route_scratch = context.own(forward.route_scratch);
+  k->route_base = context.own(forward.route_base);
+  k->bad_ids = context.words().bad_ids(workspace);
+  k->ack_use = context.forward_use(workspace);
+  k->ack_cells = forward.ack_cells;
+}
+
+RouteExchangeKernel exchange_kernel(const CudaContext& context, const RouteCall& call) {
+  const Geometry& g = context.geometry();
+  const FrameOffsets& frame = context.frame(call.frame);
+  RouteExchangeKernel k{};
+  k.call = context.kernel_call(kOpRoute, call);
+  k.ids = ids_of(context, call);
+  add_workspace(context, call.workspace, &k);
+  k.frame_counters = context.frame_counters(call.frame);
+  k.offs = context.own(frame.offs);
+  k.counts = context.own(frame.counts);
+  k.overflow = context.own(frame.overflow);
+  k.count_cells = frame.count_cells;
+  k.arrived_cells = frame.arrived_cells;
+  k.capacity_rows = g.capacity_rows;
+  k.num_experts = g.num_experts;
+  k.num_local_experts = g.num_local_experts;
+  k.expert_alignment = g.expert_alignment;
+  k.chunk_tokens = static_cast<std::int32_t>(g.route_chunk_tokens);
+  return k;
+}
+
+// ---- signals ----------------------------------------------------------------------------------------------------
+
+SignalKernel signal(const CudaContext& context, const KernelCall& call, Phase phase, std::int64_t cells) {
+  SignalKernel k{};
+  k.call = call;
+  k.phase = phase;
+  k.cells = cells;
+  k.frame_counters = context.frame_counters(call.frame);
+  return k;
+}
+
+// ACK and the ARRIVED of gradients: a refusal was said before.
+SignalKernel unrefusing(SignalKernel k, Phase phase, std::int64_t cells) {
+  k.call.refusal = kRefusalNone;
+  k.phase = phase;
+  k.cells = cells;
+  return k;
+}
+
+SignalKernel backward_signal(const CudaContext& context, const KernelCall& call, Phase phase, std::int64_t cells) {
+  SignalKernel k = signal(context, call, phase, cells);
+  k.epoch = context.backward_use(call.workspace);
+  k.ack_use = context.backward_last_ready(call.workspace);
+  k.ack_phase = kPhaseGradAck;
+  k.ack_cells = context.backward(call.workspace).grad_ack_cells;
+  return k;
+}
+
+// ---- rows -------------------------------------------------------------------------------------------------------
+
+void push(const CudaContext& context, const KernelCall& kernel_call, const DispatchCall& call, std::int64_t rows_region,
+          std::int64_t weights_region) {
+  const Geometry& g = context.geometry();
+  const FrameOffsets& frame = context.frame(call.frame);
+  PushKernel k{};
+  k.call = kernel_call;
+  k.rows = call.rows;
+  k.row_stride_bytes = call.row_stride_bytes;
+  k.weights = call.topk_weights;
+  k.weights_row_stride = call.topk_weights_row_stride;
+  k.slot_map = context.own(frame.slot_map);
+  k.offs = context.own(frame.offs);
+  k.valid = context.own(frame.counts) + sizeof(std::int64_t) * static_cast<std::uint64_t>(g.num_local_experts);
+  k.rows_region = rows_region;
+  k.weights_region = weights_region;
+  k.row_bytes = g.token_row_bytes;
+  k.num_tokens = call.num_tokens;
+  k.num_topk = g.num_topk;
+  k.num_local_experts = g.num_local_experts;
+  launch_push(k, context.max_padding_rows(), context.target(call.stream));
+}
+
+// `staged_weights` 0: the weights of the call are factors of its rows.
+void stage(const CudaContext& context, const KernelCall& kernel_call, const CombineCall& call, std::uint64_t staged_rows,
+           std::uint64_t staged_weights) {
+  const bool has_weights = staged_weights != 0 && call.weights_source != kSourceWindow;
+  if (call.refusal != kRefusalNone || (call.rows_source == kSourceWindow && !has_weights)) return;
+  StageKernel k{};
+  k.call = kernel_call;
+  k.rows = call.rows;
+  k.row_stride_bytes = call.row_stride_bytes;
+  if (staged_weights == 0 && call.weights_source == kSourceTensor) k.factors = call.weights;
+  k.weights = call.weights;
+  k.staged_rows = staged_rows;
+  k.staged_weights = staged_weights;
+  k.num_rows = context.last_offs(call.frame);
+  k.row_bytes = context.geometry().token_row_bytes;
+  k.rows_source = call.rows_source;
+  k.weights_source = call.weights_source;
+  launch_stage(k, context.dtype(), context.geometry().capacity_rows, context.target(call.stream));
+}
+
+void pull(const CudaContext& context, const KernelCall& kernel_call, const CombineCall& call, std::int64_t rows_region,
+          std::int64_t weights_region) {
+  if (call.refusal != kRefusalNone || (call.out == 0 && call.out_weights == 0)) return;
+  PullKernel k{};
+  k.call = kernel_call;
+  k.slot_map = context.own(context.frame(call.frame).slot_map);
+  k.out = call.out;
+  k.out_row_stride_bytes = call.out_row_stride_bytes;
+  if (weights_region >= 0) k.out_weights = call.out_weights;
+  k.rows_region = rows_region;
+  k.weights_region = weights_region;
+  k.row_bytes = context.geometry().token_row_bytes;
+  k.num_tokens = call.num_tokens;
+  k.num_topk = context.geometry().num_topk;
+  launch_pull(k, context.dtype(), context.target(call.stream));
+}
+
+void check_rows(const CudaContext& context, const DispatchCall& call) {
+  context.frame(call.frame);
+  if (call.refusal != kRefusalNone) return;
+  context.check_num_tokens(call.num_tokens);
+  EPBUF_CHECK(call.scales == 0 && call.row_scales == 0, "the CUDA engine moves rows of the token dtype, without scales");
+}
+
+void check_sources(const CudaContext& context, const CombineCall& call) {
+  context.frame(call.frame);
+  if (call.refusal != kRefusalNone) return;
+  context.check_num_tokens(call.num_tokens);
+  EPBUF_CHECK(call.rows_source <= kSourceZero && call.weights_source <= kSourceZero, "rows_source is ", call.rows_source,
+              ", weights_source is ", call.weights_source);
+}
+
+}  // namespace
+
+// Phases: publish COUNT; await it, lay the zones and slots; when refused, await ARRIVED.
+void issue_route(const CudaContext& context, const RouteCall& call, Phases phases) {
+  const bool refuses = call.refusal != kRefusalNone;
+  EPBUF_CHECK(refuses || call.workspace >= 0, "route without a workspace and without a refusal");
+  if (!refuses) context.check_num_tokens(call.num_tokens);
+  RouteExchangeKernel exchange = exchange_kernel(context, call);
+  exchange.steps = steps_of(phases, kRoutePublish, kRouteAwait, kRouteAwaitRefused);
+  if ((phases & 1) && !refuses) launch_route_count(count_kernel(context, call), context.target(call.stream));
+  launch_route_exchange(exchange, context.target(call.stream));
+  if ((phases & 2) && !refuses) launch_route_slots(slots_kernel(context, call), context.target(call.stream));
+}
+
+// Phases: push, publish ARRIVED; await it. ARRIVED carries the refusal of a rank that found its rows unusable only now.
+void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases phases) {
+  check_rows(context, call);
+  const FrameOffsets& frame = context.frame(call.frame);
+  const bool in_frame = frame.recv_tokens >= 0;
+  const std::int64_t rows_region = in_frame ? frame.recv_tokens : context.forward(call.workspace).recv_tokens;
+  const KernelCall kernel_call = context.kernel_call(kOpDispatch, call);
+  SignalKernel arrived = signal(context, kernel_call, kPhaseArrived, frame.arrived_cells);
+  arrived.epoch = arrived.frame_counters + offsetof(FrameCounters, round);
+  if ((phases & 1) && call.refusal == kRefusalNone) push(context, kernel_call, call, rows_region, frame.recv_topk_weights);
+  launch_steps(context, arrived,
+               steps_of(phases, kSignalBegin | kSignalPublish, kSignalAwait | kSignalJudge | kSignalSetOpen), call.stream);
+}
+
+// Phases: stage, publish READY; await it, pull, publish ACK; when refused, await ACK.
+void issue_combine(const CudaContext& context, const CombineCall& call, Phases phases) {
+  check_sources(context, call);
+  const ForwardOffsets& forward = context.forward(call.workspace);
+  const KernelCall kernel_call = context.kernel_call(kOpCombine, call);
+  SignalKernel ready = signal(context, kernel_call, kPhaseReady, forward.ready_cells);
+  ready.epoch = context.forward_use(call.workspace);
+  if (phases & 1) stage(context, kernel_call, call, context.own(forward.expert_out), 0);
+  launch_steps(context, ready,
+               steps_of(phases, kSignalBegin | kSignalAdvance | kSignalPublish, kSignalAwait | kSignalJudge), call.stream);
+  if (phases & 2) pull(context, kernel_call, call, forward.expert_out, -1);
+  launch_steps(context, unrefusing(ready, kPhaseAck, forward.ack_cells),
+               steps_of(phases, 0, kSignalPublish, kSignalAwaitRefused), call.stream);
+}
+
+// Phases: await ACK, publish GO; await it, push, publish ARRIVED; await it.
+void issue_combine_backward(const CudaContext& context, const DispatchCall& call, Phases phases) {
+  check_rows(context, call);
+  const BackwardOffsets& backward = context.backward(call.workspace);
+  const KernelCall kernel_call = context.kernel_call(kOpCombineBackward, call);
+  const SignalKernel go = backward_signal(context, kernel_call, kPhaseGo, backward.go_cells);
+  const std::uint32_t note_open = call.expects_open != 0 ? kSignalExpectOpen : 0;
+  launch_steps(context, go,
+               steps_of(phases, kSignalBegin | kSignalAwaitAck | kSignalAdvance | kSignalPublish,
+                        kSignalAwait | kSignalJudge | note_open),
+               call.stream);
+  if ((phases & 2) && call.refusal == kRefusalNone) push(context, kernel_call, call, backward.grad_expert_out, -1);
+  launch_steps(context, unrefusing(go, kPhaseGradArrived, backward.grad_arrived_cells),
+               steps_of(phases, 0, kSignalPublish, kSignalAwait), call.stream);
+}
+
+// Phases: begin the use if no combine backward did, stage, publish READY; await it, pull, publish ACK; when refused,
+// await ACK.
+void issue_dispatch_backward(const CudaContext& context, const CombineCall& call, Phases phases) {
+  check_sources(context, call);
+  const BackwardOffsets& backward = context.backward(call.workspace);
+  const KernelCall kernel_call = context.kernel_call(kOpDispatchBackward, call);
+  const SignalKernel ready = backward_signal(context, kernel_call, kPhaseGradReady, backward.grad_ready_cells);
+  const std::uint32_t begin = call.begins_use != 0 ? 0 : kSignalBegin;
+  const std::uint32_t clear_open = call.clears_open != 0 ? kSignalClearOpen : 0;
+  if ((phases & 1) && call.begins_use != 0) {
+    launch_steps(context, ready, kSignalBegin | kSignalAwaitAck | kSignalAdvance, call.stream);
+  }
+  if (phases & 1) {
+    stage(context, kernel_call, call, context.own(backward.grad_recv_tokens), context.own(backward.grad_recv_topk_weights));
+  }
+  launch_steps(context, ready,
+               steps_of(phases, begin | kSignalPublish | kSignalMarkReady, kSignalAwait | kSignalJudge), call.stream);
+  if (phases & 2) pull(context, kernel_call, call, backward.grad_recv_tokens, backward.grad_recv_topk_weights);
+  launch_steps(context, unrefusing(ready, kPhaseGradAck, backward.grad_ack_cells),
+               steps_of(phases, 0, kSignalPublish | clear_open, kSignalAwaitRefused), call.stream);
+}
+
+void issue_weight_grad(const CudaContext& context, const WeightGradCall& call) {
+  WeightGradKernel k{};
+  context.frame(call.frame);
+  k.call = context.kernel_call(kOpCombineBackward, call.frame, call.workspace);
+  k.expert_out = call.expert_out;
+  k.expert_out_row_stride_bytes = call.expert_out_row_stride_bytes;
+  k.weights = call.weights;
+  k.grad_weights = call.grad_weights;
+  k.grad_rows = context.own(context.backward(call.workspace).grad_expert_out);
+  k.num_rows = context.last_offs(call.frame);
+  k.row_bytes = context.geometry().token_row_bytes;
+  launch_weight_grad(k, context.dtype(), context.geometry().capacity_rows, context.target(call.stream));
+}
+
+}  // namespace epbuf::cuda
