@@ -3,6 +3,7 @@
 #
 # PYTHON=...   the interpreter that .venv is made from
 # PY=...       an interpreter that already has every dependency: no .venv is made and nothing is downloaded
+# EPBUF_CUDA=  AUTO (default: when nvcc is found), ON or OFF
 # ARGS=...     passed on to the demo, the benchmark or pytest
 
 .DEFAULT_GOAL := help
@@ -25,8 +26,9 @@ endif
 CLANG_FORMAT ?= clang-format
 
 PIP := $(PY) -m pip --disable-pip-version-check
-NATIVE_SOURCES := $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+NATIVE_SOURCES := csrc/CMakeLists.txt $(filter csrc/%,$(CXX_FILES))
+HOST_SOURCES := $(wildcard csrc/*.h csrc/host/* tests/native/*)
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -83,7 +85,7 @@ sanitize: build/sanitize/thread build/sanitize/address,undefined
 	build/sanitize/thread
 	build/sanitize/address,undefined
 
-build/sanitize/%: $(NATIVE_SOURCES) $(wildcard tests/native/*.cpp)
+build/sanitize/%: $(HOST_SOURCES)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -fsanitize=$* -fno-sanitize-recover=all -Icsrc \
 	  tests/native/*.cpp csrc/host/*.cpp -o $@ -pthread -lrt

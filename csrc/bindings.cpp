@@ -70,7 +70,8 @@ void bind_control(py::module_& m) {
                  &C::num_refusals, "refusing_rank", &C::refusing_rank, "refusal", &C::refusal, "refused_op",
                  &C::refused_op, "num_overflows", &C::num_overflows, "num_early_reuses", &C::num_early_reuses,
                  "num_bad_ids", &C::num_bad_ids, "bad_value", &C::bad_value, "bad_rank", &C::bad_rank, "bad_token",
-                 &C::bad_token, "bad_topk", &C::bad_topk, "staged_bytes", &C::staged_bytes);
+                 &C::bad_token, "bad_topk", &C::bad_topk, "staged_bytes", &C::staged_bytes, "max_demand_rows",
+                 &C::max_demand_rows, "max_demand_rank", &C::max_demand_rank);
 }
 
 void bind_counters(py::module_& m) {
@@ -177,9 +178,9 @@ void bind_enum(py::module_& m, const char* name, Values... values) {
 void bind_enums(py::module_& m) {
   bind_enum<Op>(m, "Op", "NONE", kOpNone, "ROUTE", kOpRoute, "DISPATCH", kOpDispatch, "COMBINE", kOpCombine,
                 "COMBINE_BACKWARD", kOpCombineBackward, "DISPATCH_BACKWARD", kOpDispatchBackward);
-  bind_enum<Phase>(m, "Phase", "NONE", kPhaseNone, "COUNT", kPhaseCount, "ARRIVED", kPhaseArrived, "READY",
-                   kPhaseReady, "ACK", kPhaseAck, "GO", kPhaseGo, "GRAD_ARRIVED", kPhaseGradArrived, "GRAD_READY",
-                   kPhaseGradReady, "GRAD_ACK", kPhaseGradAck);
+  bind_enum<Phase>(m, "Phase", "NONE", kPhaseNone, "COUNT", kPhaseCount, "ARRIVED", kPhaseArrived, "READY", kPhaseReady,
+                   "ACK", kPhaseAck, "GO", kPhaseGo, "GRAD_ARRIVED", kPhaseGradArrived, "GRAD_READY", kPhaseGradReady,
+                   "GRAD_ACK", kPhaseGradAck);
   bind_enum<Status>(m, "Status", "OK", kOk, "REFUSED", kRefused, "TIMEOUT", kTimeout, "MISMATCH", kMismatch, "ABORTED",
                     kAborted, "POISONED", kPoisoned);
   bind_enum<Refusal>(m, "Refusal", "NONE", kRefusalNone, "ARGUMENT", kRefusalArgument, "DTYPE", kRefusalDtype, "SHAPE",
@@ -229,7 +230,8 @@ HandleTable<py::object>& handles() {
 }
 
 [[noreturn]] void throw_stale(std::int64_t handle) {
-  throw py::key_error(concat("handle ", handle, " is stale: what it named was closed, or it comes from another process"));
+  throw py::key_error(
+      concat("handle ", handle, " is stale: what it named was closed, or it comes from another process"));
 }
 
 std::uint32_t put_handle(py::object object) {

@@ -24,9 +24,10 @@ std::string concat(const Parts&... parts) {
 
 }  // namespace epbuf
 
-// Throws unless `condition` holds; what follows is streamed into the message: what was asked, what was found, what to do.
-#define EPBUF_CHECK(condition, ...)                                         \
-  do {                                                                      \
+// Throws unless `condition` holds; what follows is streamed into the message: what was asked, what was found, what to
+// do.
+#define EPBUF_CHECK(condition, ...)                                             \
+  do {                                                                          \
     if (!(condition)) throw ::epbuf::NativeError(::epbuf::concat(__VA_ARGS__)); \
   } while (0)
 
@@ -34,8 +35,8 @@ std::string concat(const Parts&... parts) {
 #define EPBUF_CHECK_ERRNO(condition, ...) EPBUF_CHECK(condition, __VA_ARGS__, ": ", std::strerror(errno))
 
 // Returns from the caller, which returns Status, unless `expression` is kOk.
-#define EPBUF_TRY(expression)                                                                  \
-  do {                                                                                         \
+#define EPBUF_TRY(expression)                                                                                         \
+  do {                                                                                                                \
     if (const ::epbuf::Status epbuf_status = (expression); epbuf_status != ::epbuf::Status::kOk) return epbuf_status; \
   } while (0)
 
@@ -50,8 +51,9 @@ std::string concat(const Parts&... parts) {
 #define EPBUF_THREAD_SANITIZER 0
 #endif
 
-// Compiles a row kernel twice, for the x86-64 baseline and for AVX2, and picks one when the module is loaded. AVX2 alone
-// brings no fused multiply-add, so both give the same bits. The sanitizers' runtimes are not up yet when the choice runs.
+// Compiles a row kernel twice, for the x86-64 baseline and for AVX2, and picks one when the module is loaded. AVX2
+// alone brings no fused multiply-add, so both give the same bits. The sanitizers' runtimes are not up yet when the
+// choice runs.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define EPBUF_TARGET_CLONES __attribute__((target_clones("avx2", "default")))

@@ -125,7 +125,7 @@ struct Control {
   std::int32_t bad_rank;
   std::int32_t bad_token;
   std::uint64_t staged_bytes;
-  std::int64_t max_demand_rows;  // CUDA: of the latest overflow, the largest demand and the lowest rank that has it
+  std::int64_t max_demand_rows;  // of the latest overflow, the largest demand and the lowest rank that has it
   std::int32_t max_demand_rank;
   std::uint32_t reserved;
 };

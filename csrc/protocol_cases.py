@@ -9,7 +9,7 @@ Prints what every case of SOUND, NOTICED, BROKEN and LIMITS answers; given names
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from protocol_model import (
@@ -70,6 +70,16 @@ def every_rank(num_ranks: int, *streams: Steps) -> Programs:
     return {(rank, stream): steps for rank in range(num_ranks) for stream, steps in enumerate(streams)}
 
 
+def announced_forward(u: Use) -> Steps:
+    """Run one layer forward with PROGRESS."""
+    return announced(u, route, dispatch) + experts(u) + announced(u, combine)
+
+
+def announced_backward(u: Use) -> Steps:
+    """Run one layer backward with PROGRESS."""
+    return announced(u, combine_backward) + experts_backward(u) + announced(u, dispatch_backward)
+
+
 def without_wait(cell: str, steps: Steps) -> Steps:
     """Drop every wait for the cells of one name."""
     return [s for s in steps if not (isinstance(s, Await) and s.cell.split("[")[0] == cell)]
@@ -118,11 +128,10 @@ def training_step(step: int, num_layers: int = 2, **options: bool) -> Steps:
 A, B, C = layers(3)
 A2, B2, _ = layers(3, step=1)
 ALIASED = {"recv_in_workspace": True, "alias": True}
-OTHER_WORKSPACE = replace(A, workspace=1)
+A_ALIASED = layers(1, **ALIASED)[0]
+OTHER_WORKSPACE = replace(A_ALIASED, workspace=1)
 ON_STREAM_1 = Use(frame=1, workspace=1, tag="other stream")
 SHARED_BY_STREAMS = Use(frame=1, workspace=0, tag="other stream")
-FORWARD = (route, dispatch, experts, combine)
-BACKWARD = (combine_backward, experts_backward, dispatch_backward)
 
 SOUND: dict[str, Case] = {
     "layers-share-a-workspace": Case("forward of two layers", every_rank(3, forward(A) + forward(B))),
@@ -136,17 +145,17 @@ SOUND: dict[str, Case] = {
         every_rank(3, training_step(0, in_window=False) + training_step(1, in_window=False)),
     ),
     "fine-training-steps": Case(
-        "two replays on two ranks, stores in flight, cells polled one by one",
+        "the same on two ranks, with stores in flight and cells polled one by one",
         every_rank(2, training_step(0) + training_step(1)),
         fine=True,
     ),
     "fine-three-ranks": Case(
-        "one layer and the route of the next on three ranks, likewise",
-        every_rank(3, forward(A) + route(B)),
+        "forward of two layers on three ranks, likewise",
+        every_rank(3, forward(A) + forward(B)),
         fine=True,
     ),
     "fine-refusals": Case(
-        "every kind of refusal on two ranks, likewise",
+        "every kind of refusal, on two ranks, likewise",
         every_rank(
             2,
             refused_route(A)
@@ -191,14 +200,18 @@ SOUND: dict[str, Case] = {
     ),
     "announced-training-step": Case(
         "comparing PROGRESS raises no false alarm, though ranks are at different calls",
-        every_rank(3, [s for u in (A, B) for s in announced(u, *FORWARD)] + announced(B, *BACKWARD)),
+        every_rank(3, announced_forward(A) + announced_forward(B) + announced_backward(B)),
     ),
     "announced-refusal-without-workspace": Case(
         "nor does a refusing rank that holds no workspace",
         {
-            (0, 0): [Announce("refused_route", 0, None), *refused_route(A, holds_workspace=False)]
-            + announced(A, *FORWARD),
-            (1, 0): announced(A, refused_route, *FORWARD),
+            (0, 0): [
+                Announce("refused_route", 0, None),
+                *refused_route(A, holds_workspace=False),
+                *announced_forward(A),
+            ],
+            (1, 0): announced(A, refused_route) + announced_forward(A),
+            (2, 0): announced(A, refused_route) + announced_forward(A),
         },
     ),
     "abandoned-dispatch": Case(
@@ -271,27 +284,27 @@ NOTICED: dict[str, Case] = {
     "another-frame": Case(
         "one rank took another frame",
         {
-            (0, 0): announced(A, *FORWARD),
-            (1, 0): announced(A, *FORWARD),
-            (2, 0): announced(B, *FORWARD),
+            (0, 0): announced_forward(A),
+            (1, 0): announced_forward(A),
+            (2, 0): announced_forward(B),
         },
         "noticed",
     ),
     "another-workspace": Case(
         "one rank took another workspace: COUNT comes all the same, so PROGRESS is compared after it",
         {
-            (0, 0): announced(replace(A, **ALIASED), *FORWARD),
-            (1, 0): announced(replace(A, **ALIASED), *FORWARD),
-            (2, 0): announced(replace(OTHER_WORKSPACE, **ALIASED), *FORWARD),
+            (0, 0): announced_forward(A_ALIASED),
+            (1, 0): announced_forward(A_ALIASED),
+            (2, 0): announced_forward(OTHER_WORKSPACE),
         },
         "noticed",
     ),
     "another-op": Case(
         "one rank begins the next layer where the others combine",
         {
-            (0, 0): announced(A, *FORWARD),
-            (1, 0): announced(A, *FORWARD),
-            (2, 0): announced(A, route, dispatch, experts) + announced(ON_STREAM_1, *FORWARD),
+            (0, 0): announced_forward(A),
+            (1, 0): announced_forward(A),
+            (2, 0): announced(A, route, dispatch) + experts(A) + announced_forward(ON_STREAM_1),
         },
         "noticed",
     ),
@@ -395,13 +408,13 @@ BROKEN: dict[str, Case] = {
     ),
     "counters-reset-by-acquire": Case(
         "the epochs of the second dispatch have been seen before",
-        every_rank(2, forward(A) + [Remember(A.round, "zero")] + forward(A2)),
+        every_rank(2, [*forward(A), Remember(A.round, "zero"), *forward(A2)]),
         "corrupt",
         "wants 'layer 0 of step 1', finds 'layer 0 of step 0'",
     ),
     "cells-cleared-by-release": Case(
         "a fast peer has published its next COUNT when the frame is released",
-        every_rank(2, forward(A) + [Clear(A.cell("count"))] + forward(A2)),
+        every_rank(2, [*forward(A), Clear(A.cell("count")), *forward(A2)]),
         "dead-lock",
         "await count[0]",
     ),
@@ -453,8 +466,8 @@ BROKEN: dict[str, Case] = {
     "no-compare-after-count": Case(
         "a rank with another workspace passes COUNT, and rows are pushed where nobody looks for them",
         {
-            (0, 0): without_compare(announced(replace(A, **ALIASED), *FORWARD)),
-            (1, 0): without_compare(announced(replace(OTHER_WORKSPACE, **ALIASED), *FORWARD)),
+            (0, 0): without_compare(announced_forward(A_ALIASED)),
+            (1, 0): without_compare(announced_forward(OTHER_WORKSPACE)),
         },
         "corrupt",
         "finds 'nothing'",
@@ -478,15 +491,16 @@ LIMITS: dict[str, Case] = {
 }
 
 
-def main(names: Sequence[str]) -> None:
-    """Print the table of all cases, or the way into the failure of those named."""
+def table(names: Sequence[str] = ()) -> Iterator[str]:
+    """Run the cases named, or all, and give a line for each; for names also the way into the failure."""
     cases = SOUND | NOTICED | BROKEN | LIMITS
     for name in names or cases:
         result = cases[name].run()
-        print(f"{name:45s} {result.verdict:9s} {result.num_states:7d} states  {cases[name].claim}")
+        yield f"{name:40s} {result.verdict:9s} {result.num_states:6d} states  {cases[name].claim}"
         if names:
-            print("\n".join(result.trace))
+            yield from result.trace
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    for line in table(sys.argv[1:]):
+        sys.stdout.write(line + "\n")

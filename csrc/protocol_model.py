@@ -12,7 +12,7 @@ An op is a list of steps; a lane (one stream of one rank) runs its steps in orde
 A kernel touches all its rows from its own step until the next step of its lane: the longest that it can. By default a
 publish reaches every rank in one step, and an await passes when all its cells match at once. Neither hides a failure:
 a late store looks to its poller like a late poll, and asking for all cells at once can only add dead-locks. A `fine`
-machine does without both: stores are in flight and land in any order, and cells are polled one after the other.
+machine does without both: stores to peers are in flight and land in any order, and cells are polled one by one.
 
 The cases are in protocol_cases.py.
 """
@@ -447,7 +447,7 @@ class Machine:
         """List what one step of one lane leads to, with that step in words; None is a corrupt kernel."""
         for store, cell in self.in_flight.items():
             if state.memory[store]:
-                yield state._replace(memory=_put(state.memory, {cell: state.memory[store], store: 0})), "a store lands"
+                yield State(state.pcs, _put(state.memory, {cell: state.memory[store], store: 0})), "a store lands"
         for lane_idx, pc in enumerate(state.pcs):
             if pc < len(self.steps[lane_idx]):
                 yield from self._steps_of_lane(state, lane_idx, pc)
@@ -477,7 +477,7 @@ class Machine:
         """Tell whether a wait may end early: by the clock, by a peer's ABORT, or by a peer's PROGRESS."""
         if not isinstance(step, Await):
             return False
-        return self.may_time_out or self.num_poisoned(state) > 0 or self._sees_another_call(state, rank)
+        return self.may_time_out or self._sees_another_call(state, rank) or self.num_poisoned(state) > 0
 
     def _sees_another_call(self, state: State, rank: int) -> bool:
         """Compare PROGRESS: a rank at the same call number with another op, frame or workspace."""
@@ -502,9 +502,9 @@ class Machine:
         return self.index.setdefault((name, first, second), len(self.index))
 
     def _store(self, cell: str, src: int, dst: int) -> int:
-        """Answer the place that a publish writes: the cell, or the store that is in flight to it."""
+        """Answer the place that a publish writes: the cell, or the store that is in flight to a peer's."""
         at = self._at(cell, src, dst)
-        if not self.fine:
+        if not self.fine or src == dst:
             return at
         store = self._at(f"{cell} in flight", src, dst)
         self.in_flight[store] = at

@@ -95,6 +95,8 @@ class Control:
     bad_token: int
     bad_topk: int
     staged_bytes: int
+    max_demand_rows: int
+    max_demand_rank: int
     def __init__(self) -> None: ...
 
 class FrameCounters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from types import TracebackType
@@ -10,16 +11,27 @@ from typing import Any, NoReturn
 import torch
 
 from epbuf import _C
-from epbuf.engine import TOKEN_DTYPES, Engine, describe_progress, failure, open_engine
-from epbuf.errors import CaptureError, ConfigError, EpbufError, LeaseError, NativeError, PlanMismatchError
-from epbuf.lease import Lease, LeaseBook, caller, refuse_while_recording
+from epbuf.engine import TOKEN_DTYPES, Engine, describe_progress, failure, open_engine, peer_error
+from epbuf.errors import (
+    CaptureError,
+    ConfigError,
+    EpbufError,
+    LeaseError,
+    NativeError,
+    PeerTimeoutError,
+    PlanMismatchError,
+)
+from epbuf.lease import Graph, Lease, LeaseBook, caller, refuse_while_recording
 from epbuf.plan import Plan, Region, describe_difference
-from epbuf.windows import Window
-from epbuf.windows.group import AnyGroup, Group, VirtualRank, as_group
+from epbuf.windows import Window, nccl
+from epbuf.windows.group import AnyGroup, Group, TorchGroup, VirtualRank, as_group
 from epbuf.windows.host import HostWindow
 from epbuf.windows.local import LocalWindow
+from epbuf.windows.torch_symm import TorchSymmWindow
 
-_WINDOWS_BY_DEVICE = {"cpu": ("host", "local")}
+_WINDOWS_BY_DEVICE = {"cpu": ("host", "local"), "cuda": ("nccl", "torch_symm", "local")}
+
+_GRAPH_DEATH_S = 1.0
 
 
 class Arena:
@@ -41,13 +53,16 @@ class Arena:
         self.window = window
         self.engine = engine
         self.token_dtype = TOKEN_DTYPES[plan.config.token_dtype]
+        self.window_reason = ""
         self.window_allocations = 1
         self.order = torch.zeros(1, dtype=torch.int32, device=device)
         self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         self.handle = _C.handle_put(weakref.ref(self))
-        self.book = LeaseBook(self.handle, plan.schedule.num_frames, plan.schedule.num_workspaces)
+        self.book = LeaseBook(self.handle, plan.schedule.num_frames, plan.schedule.num_workspaces, engine)
+        self._num_own_refusals = 0
         self._group = group
         self._regions = _make_regions(plan, window)
+        self._views: dict[int, torch.Tensor] = {}
         self._lifetimes = {region.name: region.lifetime for region in plan.regions}
         self._base = window.peers[group.rank]
         self._closed = False
@@ -71,12 +86,13 @@ class Arena:
         _check_plan(plan)
         with torch.inference_mode(False), torch.no_grad():
             ranks = as_group(group)
-            place = _device_of(device)
-            kind = _window_kind(window, place, group)
+            place = _device_of(device, ranks)
+            kind, reason = _window_kind(window, place, group)
             _agree(plan, ranks)
-            memory = _WINDOWS[kind](plan.total_bytes, ranks)
+            memory = _WINDOWS[kind](plan.total_bytes, ranks, place)
             mover = open_engine(engine, plan, ranks.rank, memory, place)
             arena = cls(plan, ranks, memory, mover, place)
+            arena.window_reason = reason
             ranks.barrier()
         return arena
 
@@ -100,9 +116,9 @@ class Arena:
         self.require_open(name)
         return self._regions[name][index]
 
-    def has_region(self, name: str) -> bool:
-        """Tell whether the plan has a region."""
-        return name in self._regions
+    def lasting_view(self, region: torch.Tensor) -> torch.Tensor:
+        """Return the detached view of a region's tensor that this arena keeps as long as itself."""
+        return self._views.setdefault(region.data_ptr(), region.detach())
 
     def lifetime(self, name: str) -> str:
         """Return the lifetime word of a region; KeyError if the plan has none of that name."""
@@ -160,8 +176,22 @@ class Arena:
         """
         refuse_while_recording(self.book, "check()", "call it after the capture, or after a replay")
         self.require_open("check()")
-        if self.engine.control().poisoned:
-            raise self.failure()
+        self._judge(self.engine.control())
+        told = self.region("abort_cells").nonzero().flatten().tolist()
+        if told:
+            raise PeerTimeoutError(
+                f"rank(s) {told} gave this arena up, after a wait of theirs failed or an exception left their `with` "
+                "block; look at their errors and close this arena"
+            )
+
+    def raise_pending(self) -> None:
+        """Raise what earlier calls met and could not raise, without a synchronisation. Nothing on CPU."""
+        if not self.engine.synchronous and not self.engine.capture_key():
+            self._judge(self.engine.status())
+
+    def count_own_refusal(self) -> None:
+        """Note that this rank raises its own refusal, so that `raise_pending` does not raise it again."""
+        self._num_own_refusals += 1
 
     def failure(self) -> EpbufError:
         """Describe what poisoned this arena."""
@@ -171,7 +201,7 @@ class Arena:
     @property
     def poisoned(self) -> bool:
         """Tell whether a wait failed, here or on a peer. Reads the device."""
-        return bool(self.engine.control().poisoned)
+        return bool(self.engine.control().poisoned or self.region("abort_cells").any())
 
     def barrier(self) -> None:
         """Wait on the host for every rank of the group. Collective."""
@@ -190,8 +220,9 @@ class Arena:
         refuse_while_recording(self.book, "report()", "call it after the capture")
         self.require_open("report()")
         control = self.engine.control()
+        report = {"window_reason": self.window_reason}
         names = ("num_refusals", "num_overflows", "num_bad_ids", "num_early_reuses", "staged_bytes")
-        return {
+        return report | {
             "rank": self.rank,
             "window": self.window.kind,
             "window_bytes": self.plan.total_bytes,
@@ -218,12 +249,12 @@ class Arena:
         if self._closed:
             return
         refuse_while_recording(self.book, "close()", "close the arena after the capture, when its graphs are gone")
-        graphs = self.book.live_graphs()
+        graphs = self._graphs_after_drain()
         if graphs:
             places = "\n".join(f"  captured at {g.where}, frames {sorted(g.frames)}" for g in graphs)
             raise LeaseError(f"close() while {len(graphs)} graph(s) hold this memory:\n{places}\nDrop them first")
         if not self.poisoned:
-            self._group.barrier()
+            self._group.barrier(self.plan.config.timeout_s)
         self._let_go()
 
     def __enter__(self) -> Arena:
@@ -257,11 +288,29 @@ class Arena:
         self._closed = True
         _C.handle_drop(self.handle)
 
+    def _judge(self, control: _C.Control) -> None:
+        if control.poisoned:
+            raise self.failure()
+        if not self.engine.synchronous and control.num_refusals > self._num_own_refusals:
+            self._num_own_refusals = int(control.num_refusals)
+            op = _C.Op(control.refused_op).name.lower().replace("_", " ")
+            raise peer_error(op, control.refusing_rank, control.refusal)
+
+    def _graphs_after_drain(self) -> list[Graph]:
+        """Return the graphs that live; CUDA tells of a graph's death a moment after it, from a thread of its own."""
+        graphs = self.book.live_graphs()
+        deadline = time.monotonic() + _GRAPH_DEATH_S
+        while graphs and not self.engine.synchronous and time.monotonic() < deadline:
+            torch.cuda.synchronize(self.device)
+            time.sleep(0.01)
+            graphs = self.book.live_graphs()
+        return graphs
+
     def _let_go(self) -> None:
         self._closed = True
         _C.handle_drop(self.handle)
         self.engine.close()
-        self._regions = {}
+        self._regions, self._views = {}, {}
         self.window.close()
 
     def _progress(self) -> list[str]:
@@ -289,6 +338,11 @@ def arena_of(handle: int) -> Arena:
 
 
 def _refuse_open_in_capture() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"Arena.open at {caller()} allocates and registers memory, which cannot be captured: open the arena before "
+            "the capture and use its leases inside"
+        )
     for reference in _C.handle_objects():
         arena = reference()
         recording = arena.book.recording if arena is not None else None
@@ -304,33 +358,58 @@ def _check_plan(plan: object) -> None:
         raise ConfigError(f"Arena.open takes a Plan, found {type(plan).__name__}; make one with Plan.build(config)")
 
 
-def _device_of(device: torch.device | str | None) -> torch.device:
-    chosen = torch.device("cpu") if device is None else torch.device(device)
+def _device_of(device: torch.device | str | None, group: Group) -> torch.device:
+    """Return the device asked for; without one, the current CUDA device when the group has a CUDA backend."""
+    if device is None:
+        on_cuda = isinstance(group, TorchGroup) and group.has_cuda()
+        return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    chosen = torch.device(device)
     if chosen.type not in _WINDOWS_BY_DEVICE:
         raise ConfigError(f'device="{chosen}" has no engine here; found engines for {sorted(_WINDOWS_BY_DEVICE)}')
+    if chosen.type == "cuda" and not (_C.CUDA_BUILT and torch.cuda.is_available()):
+        missing = "no CUDA device is visible" if _C.CUDA_BUILT else "epbuf was built without CUDA (nvcc was not found)"
+        raise ConfigError(f'device="{chosen}" was asked for and {missing}; use device="cpu"')
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return chosen
 
 
-_WINDOWS: dict[str, Any] = {"host": HostWindow, "local": LocalWindow}
+_WINDOWS: dict[str, Any] = {
+    "host": HostWindow,
+    "local": LocalWindow,
+    "torch_symm": TorchSymmWindow,
+    "nccl": nccl.NcclWindow,
+}
 
 
-def _window_kind(word: str, device: torch.device, group: AnyGroup) -> str:
-    """Choose the kind of window: the word, or the default of the device and group.
+def _window_kind(word: str, device: torch.device, group: AnyGroup) -> tuple[str, str]:
+    """Choose the kind of window: the word, or the default of the device and group. Return it and why.
 
     Raises:
         ConfigError: the word does not exist, or not for this device and group.
     """
     one_process = group is None or isinstance(group, VirtualRank)
     if word == "auto":
-        return "local" if one_process else "host"
+        return _default_window(device, one_process)
     kinds = _WINDOWS_BY_DEVICE[device.type]
     if word not in kinds:
         raise ConfigError(f'window="{word}" does not exist on {device.type}; found {", ".join(kinds)}, or "auto"')
     if word == "local" and not one_process:
-        raise ConfigError('window="local" is for ranks of one process; pass virtual ranks or no group, or take "host"')
-    if word == "host" and isinstance(group, VirtualRank):
-        raise ConfigError('window="host" is for processes; virtual ranks of one process take "local"')
-    return word
+        raise ConfigError('window="local" is for ranks of one process; pass virtual ranks or no group, or take "auto"')
+    if word in ("host", "torch_symm") and isinstance(group, VirtualRank):
+        raise ConfigError(f'window="{word}" is for processes; virtual ranks of one process take "local"')
+    return word, "asked for"
+
+
+def _default_window(device: torch.device, one_process: bool) -> tuple[str, str]:
+    if one_process:
+        return "local", "the ranks live in one process"
+    if device.type == "cpu":
+        return "host", "CPU ranks of one host"
+    library, trouble = nccl.try_library()
+    if not trouble:
+        return "nccl", f"found {library}"
+    return "torch_symm", trouble
 
 
 def _agree(plan: Plan, group: Group) -> None:

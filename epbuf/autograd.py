@@ -5,6 +5,7 @@ The functions here hold no state: they call the ops, and what backward needs is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from epbuf import ops
 from epbuf.arena import Arena
-from epbuf.checks import check_all_tensors
+from epbuf.checks import check_places, check_raw_grad
 from epbuf.errors import ConfigError
 from epbuf.lease import Lease, refuse_while_recording
 
@@ -107,10 +108,9 @@ def dispatch(
         PeerTimeoutError: a rank did not arrive.
     """
     arena, frame = _arena(lease), lease.frame
-    _refuse_non_tensors(
-        lease, ops.refuse_dispatch, x=x, topk_idx=topk_idx, topk_weights=topk_weights, x_scales=x_scales,
-        num_tokens=num_tokens,
-    )  # fmt: skip
+    needed = {"x": x, "topk_idx": topk_idx}
+    optional = {"topk_weights": topk_weights, "x_scales": x_scales, "num_tokens": num_tokens}
+    _refuse(lease, ops.refuse_dispatch, lambda: check_places(arena, needed, optional))
     tokens, weights, ticket = _apply(_Dispatch, arena.anchor, x, topk_weights, topk_idx, num_tokens, x_scales, lease)
     lease.ticket, lease.num_tokens = ticket, x.shape[0]
     counts, num_local = arena.region("counts", frame).detach(), arena.plan.num_local_experts
@@ -151,12 +151,10 @@ def combine(
 
     Shapes: returns [T, H] token dtype.
     """
-    _refuse_non_tensors(lease, ops.refuse_combine, expert_out=expert_out, topk_weights=topk_weights, out=out)
+    arena, optional = _arena(lease), {"topk_weights": topk_weights, "out": out}
+    _refuse(lease, ops.refuse_combine, lambda: check_places(arena, {"expert_out": expert_out}, optional))
     if raw_grad:
-        payload = _arena(lease).plan.config.combine_grad_payload.format
-        ops.refuse_combine(
-            lease, ConfigError(f'raw_grad=True needs a quantised combine_grad_payload, found "{payload}"')
-        )
+        _refuse(lease, ops.refuse_combine, lambda: check_raw_grad(arena))
     return cast(torch.Tensor, _apply(_Combine, expert_out, topk_weights, out, lease))
 
 
@@ -251,10 +249,10 @@ def _arena(lease: Lease) -> Arena:
     return cast(Arena, lease.arena)
 
 
-def _refuse_non_tensors(lease: Lease, refuse: Any, **arguments: object) -> None:
-    error = check_all_tensors(arguments)
-    if error is not None:
-        refuse(lease, error)
+def _refuse(lease: Lease, complete_round: Any, check: Callable[[], None]) -> None:
+    attempt = ops.Attempt()
+    if attempt.run(check):
+        complete_round(lease, attempt)
 
 
 def _require_backward(arena: Arena) -> None:
@@ -298,13 +296,15 @@ def _missing_gradient(arena: Arena, ticket: torch.Tensor) -> torch.Tensor:
 
 
 def _first_rows(arena: Arena, ticket: torch.Tensor, region: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the gradient of trimmed rows, zero where no zone reaches; the region itself for all C rows."""
-    rows = region.detach()
+    """Return the gradient of all C rows: a view of the region; of trimmed rows: a copy, zero where no zone reaches.
+
+    The view is one that the arena keeps: autograd copies a gradient that others refer to before it becomes a `.grad`.
+    """
     if num_rows == arena.plan.capacity_rows:
-        return rows
+        return region.detach() if torch.compiler.is_compiling() else arena.lasting_view(region)
     offs = arena.region("offs", ops.state_of(ticket)[1].frame)
-    tail = torch.arange(num_rows, device=rows.device) >= offs[-1]
-    return rows[:num_rows].masked_fill_(tail.view(-1, *[1] * (rows.ndim - 1)), 0)
+    tail = torch.arange(num_rows, device=region.device) >= offs[-1]
+    return region[:num_rows].masked_fill(tail.view(-1, *[1] * (region.ndim - 1)), 0)
 
 
 def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:

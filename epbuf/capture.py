@@ -10,12 +10,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, TypeAlias
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_map
 
+from epbuf import _C
 from epbuf.arena import Arena
 from epbuf.errors import CapacityError, CaptureError, ConfigError, EpbufError, LeaseError
 from epbuf.lease import Graph, caller
@@ -35,8 +36,10 @@ class CapturedStep:
         self._inputs = inputs
         self._graph = graph
         self._on_overflow = on_overflow
+        on_cuda = any(arena.device.type == "cuda" for arena in arenas)
+        self._player: _Player = _CudaPlayer(arenas[0].device) if on_cuda else _HostPlayer()
         self._outputs: Any = None
-        self._seen = [_Counters(arena) for arena in arenas]
+        self._seen = [_Counters(arena.engine.control()) for arena in arenas]
         self._closed = False
 
     @classmethod
@@ -71,13 +74,14 @@ class CapturedStep:
         itself = weakref.ref(step)
         step._graph.alive = lambda: (me := itself()) is not None and not me._closed
         before = Snapshot(restore)
-        with step._guard("warm up"):
-            for _ in range(warmup):
+        for _ in range(warmup):
+            with step._guard("warm up"), step._player.warming():
                 fn(*inputs)
         before.put_back()
         step._record()
-        before.put_back()
-        step._seen = [_Counters(arena) for arena in owners]
+        if step._player.record_runs:
+            before.put_back()
+        step._seen = [_Counters(arena.engine.control()) for arena in owners]
         for arena in owners:
             arena.barrier()
         return step
@@ -93,12 +97,17 @@ class CapturedStep:
         """
         if self._closed:
             raise CaptureError(f"the step captured at {self._graph.where} is closed; capture another")
-        self.check()
+        for position, arena in enumerate(self._arenas):
+            arena.raise_pending()
+            self._judge(position, _Counters(arena.engine.status()))
         self._take(inputs)
-        with self._guard("replay"):
-            outputs = self._fn(*self._inputs)
-        with torch.no_grad():
-            tree_map(_copy_into, self._outputs, outputs)
+        if self._player.record_runs:
+            with self._guard("replay"):
+                outputs = self._fn(*self._inputs)
+            with torch.no_grad():
+                tree_map(_copy_into, self._outputs, outputs)
+        else:
+            self._player.replay()
         return self._outputs
 
     def check(self) -> None:
@@ -112,20 +121,19 @@ class CapturedStep:
         """
         for position, arena in enumerate(self._arenas):
             arena.check()
-            then, now = self._seen[position], _Counters(arena)
-            self._seen[position] = now
-            self._judge(arena, then, now)
+            self._judge(position, _Counters(arena.engine.control()))
 
     def close(self) -> None:
-        """End this graph's hold on its arenas. Idempotent; local."""
+        """End this graph's hold on its arenas. Idempotent; local; synchronises on CUDA."""
         self._closed = True
         self._outputs = None
+        self._player.close()
 
     # ---- how it works -------------------------------------------------------------------------------------------
 
     def _record(self) -> None:
         serials = [arena.book.newest_serial() for arena in self._arenas]
-        with self._guard("record"):
+        with self._guard("record"), self._player.recording():
             outputs = self._fn(*self._inputs)
         self._outputs = tree_map(_detached, outputs)
         del outputs
@@ -163,7 +171,9 @@ class CapturedStep:
             for static, given in zip(self._inputs, inputs, strict=True):
                 _copy_into(static, given)
 
-    def _judge(self, arena: Arena, then: _Counters, now: _Counters) -> None:
+    def _judge(self, position: int, now: _Counters) -> None:
+        arena, then = self._arenas[position], self._seen[position]
+        self._seen[position] = now
         if now.num_early_reuses > then.num_early_reuses:
             raise LeaseError(
                 f"a replay of the step captured at {self._graph.where} ran a backward whose dispatch had already been "
@@ -190,8 +200,7 @@ class CapturedStep:
 class _Counters:
     """The event counters of an arena at one moment."""
 
-    def __init__(self, arena: Arena) -> None:
-        control = arena.engine.control()
+    def __init__(self, control: _C.Control) -> None:
         self.num_overflows = int(control.num_overflows)
         self.num_bad_ids = int(control.num_bad_ids)
         self.num_early_reuses = int(control.num_early_reuses)
@@ -203,6 +212,72 @@ class _Counters:
             f"in a replay rank {rank} routed token {token} to expert {value}; ids lie in "
             f"[0, num_experts={arena.plan.config.num_experts}), and a negative id means no expert"
         )
+
+
+class _Player(Protocol):
+    """How a step is recorded and run again."""
+
+    record_runs: bool
+    """Whether recording executes the step, and a replay is one more call of it."""
+
+    def warming(self) -> AbstractContextManager[Any]:
+        """Surround a run before the capture."""
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """Surround the run that is captured."""
+
+    def replay(self) -> None:
+        """Launch what was captured."""
+
+    def close(self) -> None:
+        """Drop what was captured."""
+
+
+class _HostPlayer:
+    record_runs = True
+
+    def warming(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def recording(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def replay(self) -> None:
+        raise AssertionError("the host runs the callable itself")
+
+    def close(self) -> None:
+        return None
+
+
+class _CudaPlayer:
+    """One torch.cuda.CUDAGraph, warmed up and captured on a stream of its own."""
+
+    record_runs = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def recording(self) -> AbstractContextManager[Any]:
+        assert self._graph is not None, "a closed step is not recorded"
+        return torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local")
+
+    def replay(self) -> None:
+        assert self._graph is not None, "a closed step is not called"
+        self._graph.replay()
+
+    def close(self) -> None:
+        if self._graph is not None:
+            torch.cuda.synchronize(self._stream.device)
+            self._graph.reset()
+        self._graph = None
 
 
 class Snapshot:
@@ -219,6 +294,7 @@ class Snapshot:
         self._states = [_copy_state(optimizer) for optimizer in self._optimizers]
         self._generators = [(g, g.get_state()) for g in items if isinstance(g, torch.Generator)]
         self._random = torch.get_rng_state()
+        self._cuda_random = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         for item in items:
             self._add(item)
 
@@ -234,6 +310,7 @@ class Snapshot:
         for generator, generator_state in self._generators:
             generator.set_state(generator_state)
         torch.set_rng_state(self._random)
+        torch.cuda.set_rng_state_all(self._cuda_random)
 
     def _add(self, item: Any) -> None:
         if isinstance(item, torch.nn.Module):

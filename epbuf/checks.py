@@ -6,6 +6,7 @@ completes the round so that no peer waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
 import torch
@@ -13,41 +14,20 @@ import torch
 from epbuf import _C
 from epbuf.arena import Arena
 from epbuf.engine import TOKEN_DTYPES
-from epbuf.errors import ConfigError, EpbufError, LeaseError, NativeError
+from epbuf.errors import ConfigError, EpbufError, LeaseError
 from epbuf.lease import Ticket
 
 _Error = TypeVar("_Error", bound=EpbufError)
 _ROW_ALIGNMENT = 16  # bytes; the widest access of the copy kernels
 
-_PEER_ERRORS: dict[int, type[EpbufError]] = {
-    int(_C.Refusal.CALL_ORDER): LeaseError,
-    int(_C.Refusal.LEASE): LeaseError,
-    int(_C.Refusal.WORKSPACE): LeaseError,
-    int(_C.Refusal.COPIED_REGION): NativeError,
-    int(_C.Refusal.INTERNAL): NativeError,
-}
-
-_CAUSES = {
-    _C.Refusal.ARGUMENT: "an argument of the wrong kind",
-    _C.Refusal.DTYPE: "a tensor of the wrong dtype",
-    _C.Refusal.SHAPE: "a tensor of the wrong shape",
-    _C.Refusal.DEVICE: "a tensor on the wrong device",
-    _C.Refusal.STRIDES: "a tensor whose strides it cannot read",
-    _C.Refusal.ALIGNMENT: "a tensor that is not 16-byte aligned",
-    _C.Refusal.TOO_MANY_TOKENS: "more tokens than max_tokens_per_rank",
-    _C.Refusal.OVERLAP: "a tensor that overlaps a region the call writes",
-    _C.Refusal.CALL_ORDER: "a call out of order (one dispatch per lease, then one combine)",
-    _C.Refusal.LEASE: "a lease that has ended",
-    _C.Refusal.WORKSPACE: "no free workspace",
-    _C.Refusal.COPIED_REGION: "a compiler's copy of a region",
-    _C.Refusal.INTERNAL: "an unexpected error",
-}
-
 
 def refuse(cause: _C.Refusal, error: _Error) -> NoReturn:
     """Raise `error`, marked with the cause that travels to the peers."""
     error.refusal = int(cause)
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # or the error and this frame keep each other alive, with all tickets on the way
 
 
 def refusal_of(error: BaseException | None) -> int:
@@ -57,23 +37,18 @@ def refusal_of(error: BaseException | None) -> int:
     return getattr(error, "refusal", 0) or int(_C.Refusal.INTERNAL)
 
 
-def peer_error(op: str, rank: int, refusal: int) -> EpbufError:
-    """Say on this rank that another one refused."""
-    kind = _PEER_ERRORS.get(refusal, ConfigError)
-    return kind(
-        f"rank {rank} refused {op}: {_CAUSES[_C.Refusal(refusal)]}. Nothing moved on any rank; its own error says "
-        "what was asked and found"
-    )
+def check_places(arena: Arena, needed: Mapping[str, object], optional: Mapping[str, object]) -> None:
+    """Every argument is a tensor on the arena's device, or an optional None.
 
-
-def check_all_tensors(arguments: dict[str, object]) -> EpbufError | None:
-    """Return the error for the first argument that is neither a tensor nor None."""
-    for name, value in arguments.items():
-        if value is not None and not isinstance(value, torch.Tensor):
-            error = ConfigError(f"{name} must be a torch.Tensor, found {type(value).__name__}")
-            error.refusal = int(_C.Refusal.ARGUMENT)
-            return error
-    return None
+    These cannot wait for the op: its schema takes tensors only, and a meta tensor would never reach our kernel.
+    """
+    for name, value in (*needed.items(), *((n, v) for n, v in optional.items() if v is not None)):
+        tensor = _tensor(name, value)
+        if tensor.device.type != arena.device.type or (tensor.device.index or 0) != (arena.device.index or 0):
+            refuse(
+                _C.Refusal.DEVICE,
+                ConfigError(f"{name} is on {tensor.device} and the arena on {arena.device}; move it with .to(device)"),
+            )
 
 
 def check_dispatch_order(arena: Arena, frame: int, lease: int) -> None:
@@ -126,7 +101,7 @@ def check_live_tokens(arena: Arena, num_tokens: object) -> torch.Tensor | None:
     live = _tensor("num_tokens", num_tokens)
     if live.shape != (1,):
         refuse(_C.Refusal.SHAPE, ConfigError(f"num_tokens must have shape [1], found {list(live.shape)}"))
-    _check_kind(arena, "num_tokens", live, (torch.int64, torch.int32))
+    _check_kind("num_tokens", live, (torch.int64, torch.int32))
     return live
 
 
@@ -196,10 +171,20 @@ def check_row_weights(arena: Arena, topk_weights: object, num_rows: int, in_wind
                 f"found {list(weights.shape)}"
             ),
         )
-    _check_kind(arena, "topk_weights", weights, (torch.float32,))
+    _check_kind("topk_weights", weights, (torch.float32,))
     if not weights.is_contiguous():
         refuse(_C.Refusal.STRIDES, ConfigError("topk_weights of combine must be contiguous; call .contiguous()"))
     return weights
+
+
+def check_raw_grad(arena: Arena) -> None:
+    """Raw gradients exist for a quantised payload only."""
+    payload = arena.plan.config.combine_grad_payload.format
+    if payload == "same":
+        refuse(
+            _C.Refusal.ARGUMENT,
+            ConfigError(f'raw_grad=True needs a quantised combine_grad_payload, found "{payload}"; leave it out'),
+        )
 
 
 def check_out(arena: Arena, out: object, num_tokens: int) -> torch.Tensor:
@@ -225,7 +210,7 @@ def _rows(arena: Arena, name: str, value: object, *, dtype: torch.dtype) -> torc
     hidden = arena.plan.config.hidden
     if rows.ndim != 2 or rows.shape[1] != hidden:
         refuse(_C.Refusal.SHAPE, ConfigError(f"{name} must be [rows, hidden={hidden}], found {list(rows.shape)}"))
-    _check_kind(arena, name, rows, (dtype,))
+    _check_kind(name, rows, (dtype,))
     if rows.shape[0] == 0:
         return rows
     stride_bytes = rows.stride(0) * rows.element_size()
@@ -259,7 +244,7 @@ def _per_topk(arena: Arena, name: str, value: object, num_tokens: int, dtypes: t
                 f"found {list(tensor.shape)}"
             ),
         )
-    _check_kind(arena, name, tensor, dtypes)
+    _check_kind(name, tensor, dtypes)
     if tensor.shape[0] and tensor.stride(1) != 1 and num_topk > 1:
         refuse(
             _C.Refusal.STRIDES,
@@ -274,12 +259,7 @@ def _tensor(name: str, value: object) -> torch.Tensor:
     return value
 
 
-def _check_kind(arena: Arena, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    if tensor.device.type != arena.device.type or (tensor.device.index or 0) != (arena.device.index or 0):
-        refuse(
-            _C.Refusal.DEVICE,
-            ConfigError(f"{name} is on {tensor.device} and the arena on {arena.device}; move it with .to(device)"),
-        )
+def _check_kind(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         refuse(

@@ -38,7 +38,7 @@ BLOCKED_TILE_SCALES = 4
 ALIASES = (("recv_tokens", "expert_out"), ("grad_expert_out", "grad_recv_tokens"))
 """Pairs of regions that may share bytes."""
 
-
+# Words of the API whose code does not exist yet.
 _NOT_YET = {"wire": ("dedup", "auto"), "combine_order": ("by_rank",)}
 
 

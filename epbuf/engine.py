@@ -7,14 +7,14 @@ in two directions each: combine backward is a dispatch of gradients, dispatch ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from epbuf import _C
-from epbuf.errors import ConfigError, EpbufError, LeaseError, PeerTimeoutError
+from epbuf.errors import ConfigError, EpbufError, LeaseError, NativeError, PeerTimeoutError
 from epbuf.plan import Plan
 from epbuf.windows import Window
 
@@ -77,8 +77,20 @@ class Engine(Protocol):
     ) -> _C.Outcome:  # fmt: skip
         """Add gradients of rows and fetch those of weights, per token."""
 
+    synchronous: bool
+    """Whether a call returns when its round is complete, with its outcome."""
+
     def control(self) -> _C.Control:
         """Read this rank's error and counter words. Synchronises on CUDA."""
+
+    def status(self) -> _C.Control:
+        """Read the same words as the kernels last mirrored them to the host, without synchronising."""
+
+    def capture_key(self) -> int:
+        """Return the id of the capture that the current stream takes part in, 0 outside."""
+
+    def hold(self) -> Callable[[], bool]:
+        """Add a hold to the graph being captured; return what tells whether any graph still has it."""
 
     def progress(self) -> list[tuple[int, int, int, int]]:
         """Return (call, op, frame, workspace) that every rank published last, as seen here."""
@@ -91,16 +103,19 @@ class Engine(Protocol):
 
 
 class NativeEngine:
-    """Our own host and CUDA engines behind the five calls."""
+    """Our own host and CUDA engines behind the five calls.
+
+    On CUDA the calls enqueue on torch's current stream and return; what went wrong is read by `status` and `control`.
+    """
 
     def __init__(self, plan: Plan, rank: int, window: Window, device: torch.device) -> None:
-        self._plan = plan
-        self._num_topk = plan.config.num_topk
+        self.synchronous = device.type == "cpu"
+        self._streams = None if self.synchronous else StreamOrder(device)
         arguments = (_geometry(plan, rank), _offsets(plan, _C.ArenaOffsets, 0), *_sets(plan), window.peers)
-        self.native: _C.HostEngine = _C.HostEngine(*arguments)
+        self.native = _C.HostEngine(*arguments) if self.synchronous else _C.CudaEngine(*arguments, device.index or 0)
 
     def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
-        call = _place(_C.RouteCall(), place)
+        call = self._begin(_C.RouteCall(), place, "forward")
         if not place.refusal:
             call.topk_idx = topk_idx.data_ptr()
             call.topk_idx_row_stride = topk_idx.stride(0)
@@ -111,20 +126,20 @@ class NativeEngine:
         return self.native.route(call)
 
     def dispatch(self, place: Place, x: torch.Tensor, topk_weights: torch.Tensor | None) -> _C.Outcome:
-        call = _token_rows(_place(_C.DispatchCall(), place), x)
+        call = _token_rows(self._begin(_C.DispatchCall(), place, "forward"), x)
         if topk_weights is not None:
             call.topk_weights = topk_weights.data_ptr()
             call.topk_weights_row_stride = topk_weights.stride(0)
         return self.native.dispatch(call)
 
     def combine(self, place: Place, rows: Rows, weights: torch.Tensor | None, out: torch.Tensor) -> _C.Outcome:
-        call = _staged(_place(_C.CombineCall(), place), rows, Rows(weights))
+        call = _staged(self._begin(_C.CombineCall(), place, "forward"), rows, Rows(weights))
         _token_out(call, out)
         call.num_tokens = out.shape[0]
         return self.native.combine(call)
 
     def combine_backward(self, place: Place, grad: torch.Tensor, expects_open: bool) -> _C.Outcome:
-        call = _token_rows(_place(_C.DispatchCall(), place), grad)
+        call = _token_rows(self._begin(_C.DispatchCall(), place, "backward"), grad)
         call.expects_open = int(expects_open)
         return self.native.combine_backward(call)
 
@@ -133,6 +148,7 @@ class NativeEngine:
     ) -> None:
         call = _C.WeightGradCall()
         call.frame, call.workspace = place.frame, place.workspace
+        call.stream = self._streams.enter(place, "backward") if self._streams is not None else 0
         call.expert_out = expert_out.data_ptr()
         call.expert_out_row_stride_bytes = expert_out.stride(0) * expert_out.element_size()
         call.weights, call.grad_weights = weights.data_ptr(), grad_weights.data_ptr()
@@ -142,7 +158,7 @@ class NativeEngine:
         self, place: Place, grads: tuple[Rows, Rows], out: torch.Tensor | None, out_weights: torch.Tensor | None,
         *, num_tokens: int, begins_use: bool, clears_open: bool,
     ) -> _C.Outcome:  # fmt: skip
-        call = _staged(_place(_C.CombineCall(), place), *grads)
+        call = _staged(self._begin(_C.CombineCall(), place, "backward"), *grads)
         _token_out(call, out)
         call.out_weights = out_weights.data_ptr() if out_weights is not None else 0
         call.num_tokens = num_tokens
@@ -152,14 +168,70 @@ class NativeEngine:
     def control(self) -> _C.Control:
         return self.native.control()
 
+    def status(self) -> _C.Control:
+        return self.native.control() if isinstance(self.native, _C.HostEngine) else self.native.status()
+
     def progress(self) -> list[tuple[int, int, int, int]]:
         return list(self.native.progress())
+
+    def capture_key(self) -> int:
+        return 0 if self._streams is None else _C.capture_id(self._streams.current())
+
+    def hold(self) -> Callable[[], bool]:
+        assert self._streams is not None, "only CUDA graphs are held"
+        hold = _C.GraphHold(self._streams.current())
+        return lambda: hold.alive
 
     def abort(self) -> None:
         self.native.abort(int(_C.Status.ABORTED))
 
     def close(self) -> None:
+        if not isinstance(self.native, _C.HostEngine):
+            self.native.close()
         del self.native
+
+    def _begin(self, call: Any, place: Place, direction: str) -> Any:
+        call.frame, call.workspace, call.refusal = place.frame, place.workspace, place.refusal
+        call.check_progress = 1
+        if self._streams is not None:
+            call.stream = self._streams.enter(place, direction)
+            call.check_progress = int(self._streams.is_single)
+        return call
+
+
+class StreamOrder:
+    """Orders ops of one frame or workspace that come on different streams, within one capture or outside any.
+
+    Across the boundary of a capture the caller orders the streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: dict[tuple[str, int], tuple[torch.cuda.Stream, int]] = {}
+        self._seen: set[int] = set()
+
+    @property
+    def is_single(self) -> bool:
+        """Tell whether all ops so far came on one stream: only then do equal call numbers mean equal ops."""
+        return len(self._seen) <= 1
+
+    def current(self) -> int:
+        """Return the handle of torch's current stream."""
+        return torch.cuda.current_stream(self._device).cuda_stream
+
+    def enter(self, place: Place, direction: str) -> int:
+        """Let the current stream wait for the last ops of the frame and the workspace; return its handle."""
+        stream = torch.cuda.current_stream(self._device)
+        handle = stream.cuda_stream
+        if self._seen != {handle}:
+            self._seen.add(handle)
+        key = _C.capture_id(handle)
+        for used in (("frame", place.frame), (direction, place.workspace)):
+            last, last_key = self._last.get(used, (stream, key))
+            if last.cuda_stream != handle and last_key == key:
+                stream.wait_event(last.record_event())
+            self._last[used] = (stream, key)
+        return handle
 
 
 def open_engine(word: str, plan: Plan, rank: int, window: Window, device: torch.device) -> Engine:
@@ -177,6 +249,40 @@ def open_engine(word: str, plan: Plan, rank: int, window: Window, device: torch.
                 f'{field}="{payload.format}" can be planned, and the native engine does not move it yet; use "same"'
             )
     return NativeEngine(plan, rank, window, device)
+
+
+_PEER_ERRORS: dict[int, type[EpbufError]] = {
+    int(_C.Refusal.CALL_ORDER): LeaseError,
+    int(_C.Refusal.LEASE): LeaseError,
+    int(_C.Refusal.WORKSPACE): LeaseError,
+    int(_C.Refusal.COPIED_REGION): NativeError,
+    int(_C.Refusal.INTERNAL): NativeError,
+}
+
+_CAUSES = {
+    _C.Refusal.ARGUMENT: "an argument of the wrong kind",
+    _C.Refusal.DTYPE: "a tensor of the wrong dtype",
+    _C.Refusal.SHAPE: "a tensor of the wrong shape",
+    _C.Refusal.DEVICE: "a tensor on the wrong device",
+    _C.Refusal.STRIDES: "a tensor whose strides it cannot read",
+    _C.Refusal.ALIGNMENT: "a tensor that is not 16-byte aligned",
+    _C.Refusal.TOO_MANY_TOKENS: "more tokens than max_tokens_per_rank",
+    _C.Refusal.OVERLAP: "a tensor that overlaps a region the call writes",
+    _C.Refusal.CALL_ORDER: "a call out of order (one dispatch per lease, then one combine)",
+    _C.Refusal.LEASE: "a lease that has ended",
+    _C.Refusal.WORKSPACE: "no free workspace",
+    _C.Refusal.COPIED_REGION: "a compiler's copy of a region",
+    _C.Refusal.INTERNAL: "an unexpected error",
+}
+
+
+def peer_error(op: str, rank: int, refusal: int) -> EpbufError:
+    """Say on this rank that another one refused."""
+    kind = _PEER_ERRORS.get(refusal, ConfigError)
+    return kind(
+        f"rank {rank} refused {op}: {_CAUSES[_C.Refusal(refusal)]}. Nothing moved on any rank; its own error says "
+        "what was asked and found"
+    )
 
 
 def failure(record: _C.ErrorRecord, rank: int, timeout_s: float, progress: Sequence[str]) -> EpbufError:
@@ -250,12 +356,6 @@ def _only(offsets: Any, lifetime: str, lifetimes: Mapping[str, str]) -> Any:
         if lifetimes.get(name) != lifetime:
             setattr(offsets, name, -1)
     return offsets
-
-
-def _place(call: Any, place: Place) -> Any:
-    call.frame, call.workspace, call.refusal = place.frame, place.workspace, place.refusal
-    call.check_progress = 1
-    return call
 
 
 def _token_rows(call: Any, rows: torch.Tensor) -> Any:

@@ -41,6 +41,16 @@ class Regions(Protocol):
         """Return a data region and the scales behind it as one uint8 tensor."""
 
 
+class Captures(Protocol):
+    """What the book needs of the engine to see captures that others began."""
+
+    def capture_key(self) -> int:
+        """Return the id of the current stream's capture, 0 outside."""
+
+    def hold(self) -> Callable[[], bool]:
+        """Add a hold to the graph being captured; return what tells whether any graph still has it."""
+
+
 @dataclass
 class Graph:
     """A captured graph that may touch the window.
@@ -104,6 +114,7 @@ class _Frame:
     claims: dict[int, _Claim] = field(default_factory=dict)
     lease: int = 0
     dispatched: bool = False
+    dispatched_by: Hashable | None = None  # the captured step that runs, if one does
     workspace: dict[Direction, int | None] = field(default_factory=lambda: {"forward": None, "backward": None})
     reserved_by: set[Hashable] = field(default_factory=set)
 
@@ -111,10 +122,11 @@ class _Frame:
 class LeaseBook:
     """Who uses which frame and workspace of one arena. Host state only; nothing that a replay needs."""
 
-    def __init__(self, handle: int, num_frames: int, num_workspaces: int) -> None:
+    def __init__(self, handle: int, num_frames: int, num_workspaces: int, captures: Captures | None = None) -> None:
         self.handle = handle
         self.graphs: dict[Hashable, Graph] = {}
-        self.recording: Graph | None = None
+        self._captures = captures
+        self._guard: Graph | None = None
         self.num_frames_high_water = 0
         self._frames = [_Frame(index) for index in range(num_frames)]
         self._num_workspaces = num_workspaces
@@ -133,11 +145,12 @@ class LeaseBook:
         """
         with self._lock:
             self._apply_ended()
-            if self.recording is not None:
-                frame = self.recording.next_frame(frame)
+            graph = self._guard
+            if graph is not None:
+                frame = graph.next_frame(frame)
             chosen = self._free_frame() if frame is None else self._named_frame(frame)
-            if self.recording is not None:
-                self.recording.acquired.append(chosen.index)
+            if graph is not None:
+                graph.acquired.append(chosen.index)
             serial = self._claim(chosen, "lease", where)
             chosen.lease, chosen.dispatched = serial, False
             busy = sum(1 for f in self._frames if f.claims)
@@ -173,8 +186,10 @@ class LeaseBook:
         with self._lock:
             state = self._frames[frame]
             state.dispatched = True
+            state.dispatched_by = self._guard.key if self._guard is not None else None
             serial = self._claim(state, "ticket", state.claims[lease].where)
-            recorded_in = self.recording.key if self.recording else None
+            graph = self.recording
+            recorded_in = graph.key if graph is not None else None
             ticket = Ticket(serial, frame, lease, num_tokens, recorded_in, num_rows=capacity_rows)
             self._tickets[serial] = ticket
             return ticket
@@ -249,27 +264,45 @@ class LeaseBook:
 
     # ---- graphs -------------------------------------------------------------------------------------------------
 
+    @property
+    def recording(self) -> Graph | None:
+        """The graph that ops issued now belong to: whatever the stream captures, else what `recording_into` named."""
+        key = self._captures.capture_key() if self._captures is not None else 0
+        if not key:
+            return self._guard
+        with self._lock:
+            if key not in self.graphs and self._captures is not None:
+                self.graphs[key] = Graph(key, caller(), self._captures.hold())
+            return self.graphs[key]
+
     def touch(self, frame: int, recorded_in: Hashable | None = None) -> None:
         """Note that an op of `frame` is issued: while a graph records, the graph then holds the memory.
 
         An op whose lease was recorded in another graph reserves the frame for both graphs until they die.
         """
-        if self.recording is None:
+        graph = self.recording
+        if graph is None:
             return
         with self._lock:
-            self.graphs[self.recording.key] = self.recording
-            self.recording.frames.add(frame)
-            if recorded_in is not None and recorded_in != self.recording.key:
-                self._frames[frame].reserved_by |= {recorded_in, self.recording.key}
+            self.graphs[graph.key] = graph
+            graph.frames.add(frame)
+            if recorded_in is not None and recorded_in != graph.key:
+                self._frames[frame].reserved_by |= {recorded_in, graph.key}
 
     @contextmanager
     def recording_into(self, graph: Graph) -> Iterator[None]:
-        """Let ops issued inside count as recorded into `graph`."""
-        self.recording = graph
+        """Let ops issued inside count as recorded into `graph`.
+
+        Each run of a step repeats the dispatch of a lease that was opened outside it.
+        """
+        for frame in self._frames:
+            if frame.dispatched_by == graph.key:
+                frame.dispatched = False
+        self._guard = graph
         try:
             yield
         finally:
-            self.recording = None
+            self._guard = None
 
     def live_graphs(self) -> list[Graph]:
         """Return the graphs that still hold memory of the arena."""
@@ -295,10 +328,10 @@ class LeaseBook:
         return self._serial
 
     def claims_since(self, serial: int) -> list[str]:
-        """Describe living claims made after `serial` was the youngest."""
+        """Describe living claims made after `serial` was the youngest, but for tickets of older leases."""
         with self._lock:
             self._apply_ended()
-            young = [(f.index, c) for f in self._frames for c in f.claims.values() if c.serial > serial]
+            young = [(f.index, c) for f in self._frames for c in f.claims.values() if min(c.serial, f.lease) > serial]
         return [f"{claim.kind} on frame {frame} from {claim.where}" for frame, claim in young]
 
     # ---- internals ----------------------------------------------------------------------------------------------
@@ -485,6 +518,8 @@ class Lease:
         lifetime = self.arena.lifetime(name)
         if lifetime == "arena":
             raise KeyError(name)
+        if torch.compiler.is_compiling():  # traced code: claims are checked by the ops when it runs
+            return self.frame if lifetime == "frame" else 0
         if not self.book.holds_frame(self.frame, self.serial):
             raise LeaseError(
                 f"{name} belongs to frame {self.frame}, and the lease acquired at {self.where} has ended with nothing "

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch.autograd.graph import increment_version
@@ -30,11 +29,10 @@ from epbuf.checks import (
     check_tokens,
     check_topk_idx,
     check_topk_weights,
-    peer_error,
     refusal_of,
     refuse,
 )
-from epbuf.engine import Place, Rows
+from epbuf.engine import Place, Rows, peer_error
 from epbuf.errors import CapacityError, ConfigError, EpbufError, LeaseError
 from epbuf.lease import Direction, Lease, Ticket, make_ticket_tensor, read_ticket
 
@@ -54,11 +52,21 @@ _SCHEMAS = (
 )
 
 
+# Columns of a COUNT row's header, as enum CountHeader of csrc/layout.h has them.
+_HEADER_REFUSAL, _HEADER_NUM_BAD_IDS, _HEADER_BAD_TOKEN = 0, 1, 2
+_HEADER_BAD_VALUE_LOW, _HEADER_BAD_VALUE_HIGH = 4, 5
+
+
 @dataclass
-class _Attempt:
+class Attempt:
     """What the checks of one op found: the values that the call needs, or why this rank refuses."""
 
     error: Exception | None = None
+
+    def take(self) -> Exception | None:
+        """Hand the error over: one that a frame of its own traceback refers to keeps that frame's tickets alive."""
+        error, self.error = self.error, None
+        return error
 
     def run(self, check: Callable[[], None]) -> int:
         """Run the checks; return this rank's refusal for the peers."""
@@ -69,18 +77,24 @@ class _Attempt:
         return refusal_of(self.error)
 
 
-def _settle(arena: Arena, outcome: _C.Outcome, attempt: _Attempt, op: str) -> None:
+def _settle(arena: Arena, outcome: _C.Outcome, attempt: Attempt, op: str) -> None:
     """Raise what this rank, a peer, or a wait has to say about a call.
 
     Raises:
         EpbufError: own error; that of the refusing rank; what poisoned the arena.
     """
-    if outcome.status == int(_C.Status.REFUSED):
-        raise attempt.error or peer_error(op, outcome.refusing_rank, outcome.refusal)
-    if outcome.status != int(_C.Status.OK):
-        raise arena.failure() from attempt.error
-    if attempt.error is not None:
-        raise attempt.error
+    error = attempt.take()
+    try:
+        if error is not None:
+            arena.count_own_refusal()
+        if outcome.status == int(_C.Status.REFUSED):
+            raise error or peer_error(op, outcome.refusing_rank, outcome.refusal)
+        if outcome.status != int(_C.Status.OK):
+            raise arena.failure() from error
+        if error is not None:
+            raise error
+    finally:
+        del error
 
 
 def route(
@@ -94,7 +108,8 @@ def route(
     """
     handle, frame, lease = token.tolist()
     arena = arena_of(handle)
-    book, attempt = arena.book, _Attempt()
+    arena.raise_pending()
+    book, attempt = arena.book, Attempt()
     workspace = -1
 
     def check() -> None:
@@ -132,7 +147,7 @@ def dispatch(
         ConfigError: validate_ids and some rank's id is not below num_experts; on every rank.
     """
     arena, state = state_of(ticket)
-    book, attempt = arena.book, _Attempt()
+    book, attempt = arena.book, Attempt()
 
     def check() -> None:
         arena.index_at("recv_tokens", recv_tokens)
@@ -145,7 +160,7 @@ def dispatch(
     outcome = arena.engine.dispatch(Place(state.frame, workspace), x, topk_weights)
     increment_version((recv_tokens, recv_topk_weights))
     if attempt.error is None and book.recording is None:
-        attempt.error = _policy_error(arena, state)
+        attempt.error = _read_refusal(arena, state) or _policy_error(arena, state)
     if attempt.error is not None:
         book.cancel_ticket(state)
     _settle(arena, outcome, attempt, "dispatch")
@@ -158,7 +173,8 @@ def combine(
     """Stage rows unless they lie in the window, then add each token's rows in k order into `out`."""
     handle, frame, _ = token.tolist()
     arena = arena_of(handle)
-    attempt, found = _Attempt(), Rows(in_window=True)
+    arena.raise_pending()
+    attempt, found = Attempt(), Rows(in_window=True)
     workspace = arena.book.workspace(frame, "forward")
 
     def check() -> None:
@@ -171,7 +187,7 @@ def combine(
 
     refusal = attempt.run(check)
     if workspace is None or ticket is None:  # no cell is owed: all ranks run the same program and raise here
-        raise attempt.error or AssertionError("a combine without a workspace passed its checks")
+        raise attempt.take() or AssertionError("a combine without a workspace passed its checks")
     state = arena.book.ticket(read_ticket(ticket)[1])
     arena.book.touch(frame, state.recorded_in)
     rows = Rows(in_window=True) if refusal else found
@@ -189,7 +205,8 @@ def combine_backward(
 ) -> None:  # fmt: skip
     """Move gradients of tokens into the slots of their rows; with weights, make them the rows' and the weights'."""
     arena, state = state_of(ticket)
-    book, attempt = arena.book, _Attempt()
+    book, attempt = arena.book, Attempt()
+    arena.raise_pending()
     workspace = arena.index_at("grad_expert_out", grad_expert_out)
 
     def check() -> None:
@@ -213,7 +230,8 @@ def dispatch_backward(
 ) -> None:  # fmt: skip
     """Stage gradients of rows unless they lie in the window, then add each token's, and fetch those of the weights."""
     arena, state = state_of(ticket)
-    book, attempt = arena.book, _Attempt()
+    arena.raise_pending()
+    book, attempt = arena.book, Attempt()
     workspace, begins_use = book.workspace(state.frame, "backward"), False
     if workspace is None:
         workspace, begins_use = book.claim_workspace(state.frame, "backward"), True
@@ -239,25 +257,24 @@ def dispatch_backward(
     state.returned = True
 
 
-def refuse_dispatch(lease: Lease, error: EpbufError) -> NoReturn:
+def refuse_dispatch(lease: Lease, attempt: Attempt) -> None:
     """Complete the round of a dispatch whose arguments no op schema takes, then raise."""
     handle, frame, _ = lease.token.tolist()
-    arena, attempt = arena_of(handle), _Attempt(error)
-    outcome = arena.engine.route(Place(frame, -1, refusal_of(error)), lease.token, None)
+    arena = arena_of(handle)
+    outcome = arena.engine.route(Place(frame, -1, refusal_of(attempt.error)), lease.token, None)
     _settle(arena, outcome, attempt, "dispatch")
-    raise error
 
 
-def refuse_combine(lease: Lease, error: EpbufError) -> NoReturn:
+def refuse_combine(lease: Lease, attempt: Attempt) -> None:
     """Complete the round of a combine whose arguments no op schema takes, then raise."""
     handle, frame, _ = lease.token.tolist()
-    arena, attempt = arena_of(handle), _Attempt(error)
+    arena = arena_of(handle)
     workspace = arena.book.workspace(frame, "forward")
-    if workspace is not None:
-        place = Place(frame, workspace, refusal_of(error))
-        outcome = arena.engine.combine(place, Rows(in_window=True), None, lease.token.new_empty(0, 1))
-        _settle(arena, outcome, attempt, "combine")
-    raise error
+    if workspace is None:
+        raise attempt.take() or AssertionError("refused without an error")
+    place = Place(frame, workspace, refusal_of(attempt.error))
+    outcome = arena.engine.combine(place, Rows(in_window=True), None, lease.token.new_empty(0, 1))
+    _settle(arena, outcome, attempt, "combine")
 
 
 def _claim(arena: Arena, frame: int, direction: Direction, index: int | None = None) -> int:
@@ -288,6 +305,31 @@ def _remember(arena: Arena, ticket: Ticket, outcome: _C.Outcome) -> None:
         ticket.overflowed = (outcome.max_demand_rank, outcome.max_demand_rows)
     if outcome.num_bad_ids:
         ticket.bad_id = (outcome.bad_rank, outcome.bad_token, outcome.bad_value)
+
+
+def _read_refusal(arena: Arena, ticket: Ticket) -> EpbufError | None:
+    """Read the COUNT cells of an eager dispatch on CUDA, where a policy asks for it: the one host read.
+
+    Notes overflow and bad ids in the ticket; returns what a rank that refused the round has to say.
+    """
+    config = arena.plan.config
+    if arena.engine.synchronous or not (config.validate_ids or config.overflow_policy == "error"):
+        return None
+    counts = arena.region("count_cells", ticket.frame).cpu() >> 32  # values; epochs are the lower halves
+    headers = counts[:, config.num_experts :].tolist()
+    for rank, header in enumerate(headers):
+        if header[_HEADER_REFUSAL]:
+            return peer_error("dispatch", rank, header[_HEADER_REFUSAL])
+    rows = counts[:, : config.num_experts].sum(0)
+    padded = (rows + config.expert_alignment - 1) // config.expert_alignment * config.expert_alignment
+    demand = padded.view(config.num_ranks, -1).sum(1)
+    if int(demand.max()) > arena.plan.capacity_rows:
+        ticket.overflowed = (int(demand.argmax()), int(demand.max()))
+    for rank, header in enumerate(headers):
+        if header[_HEADER_NUM_BAD_IDS] and ticket.bad_id is None:
+            value = header[_HEADER_BAD_VALUE_LOW] & 0xFFFFFFFF | header[_HEADER_BAD_VALUE_HIGH] << 32
+            ticket.bad_id = (rank, header[_HEADER_BAD_TOKEN], value)
+    return None
 
 
 def _policy_error(arena: Arena, ticket: Ticket) -> EpbufError | None:

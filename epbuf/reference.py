@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from epbuf.config import EpConfig
+from epbuf.config import EpConfig, round_up
 
 NO_SLOT = -1
 _RANK_SHIFT = 32
@@ -69,7 +67,6 @@ def route(
     Two ranks with experts 0, 1 and 2, 3; zones are multiples of 2 rows. Expert 0 gets three rows (one of rank 0, then
     both of rank 1's second token) and one row of padding, expert 1 none; expert 2 gets three and expert 3 one:
 
-    >>> from epbuf.config import EpConfig
     >>> config = EpConfig(num_ranks=2, num_experts=4, num_topk=2, hidden=8, max_tokens_per_rank=2, expert_alignment=2)
     >>> ids = [torch.tensor([[0, 2], [2, -1]]), torch.tensor([[2, 3], [0, 0]])]
     >>> routing = route(config, 8, ids)
@@ -120,7 +117,6 @@ def dispatch(
     Padding rows inside a zone are 0 with weight 0. Rows past the last zone are never written: NaN here, and False in
     `written`. Without weights every real row has weight 1.
 
-    >>> from epbuf.config import EpConfig
     >>> config = EpConfig(num_ranks=1, num_experts=2, num_topk=1, hidden=8, max_tokens_per_rank=3, expert_alignment=2)
     >>> routing = route(config, 6, [torch.tensor([[1], [0], [1]])])
     >>> x = torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 8)
@@ -162,7 +158,6 @@ def combine(
     The sum is in float32 in k order with one rounding. With weights each row is first multiplied in float32 by its
     weight and rounded once to the token dtype, as in the copy that stages it into the window.
 
-    >>> from epbuf.config import EpConfig
     >>> config = EpConfig(num_ranks=1, num_experts=2, num_topk=2, hidden=8, max_tokens_per_rank=2)
     >>> routing = route(config, 4, [torch.tensor([[1, 0], [-1, -1]])])
     >>> out = torch.tensor([[10.0], [1.0]]).expand(2, 8)
@@ -271,12 +266,8 @@ def _fill_zones(
             slot_map[src][hits] = torch.where(rows < capacity_rows, dest << _RANK_SHIFT | rows, NO_SLOT)
             next_row += len(rows)
         counts.append(next_row - starts[-1])
-        ends.append(_round_up(next_row, config.expert_alignment))
+        ends.append(round_up(next_row, config.expert_alignment))
     return torch.tensor(starts), torch.tensor(counts), torch.tensor(ends[1:])
-
-
-def _round_up(rows: int, alignment: int) -> int:
-    return -(-rows // alignment) * alignment
 
 
 def _real_rows(routing: Routing, rank: int, capacity_rows: int) -> Tensor:

@@ -133,6 +133,7 @@ std::vector<CellProgress> CudaEngine::progress() const {
 
 // On the side stream, because the ops' stream may be waiting for the very peers that this tells.
 void CudaEngine::abort(std::uint32_t reason) noexcept {
+  if (context_.words().closed()) return;
   try {
     const RelaxedCapture relaxed;
     const DeviceGuard device(context_.device());

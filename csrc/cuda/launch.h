@@ -45,10 +45,17 @@ void launch(const char* name, void (*kernel)(Arguments), const Grid& grid, const
               " threads, ", grid.shared_bytes, " bytes of shared memory) failed: ", cudaGetErrorString(error));
 }
 
-// Loads a kernel's code now and lets it use all shared memory. A first launch would load it, and loading waits for
-// running kernels: for ever, if one of them waits for a rank of this process.
+// Loads a kernel's code now. A first launch would load it, and loading waits for running kernels: for ever, if one of
+// them waits for a rank of this process.
 template <typename Arguments>
 void load(const char* name, void (*kernel)(Arguments)) {
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), name);
+}
+
+// Lets a kernel's blocks ask for as much shared memory as the device has.
+template <typename Arguments>
+void allow_all_shared(const char* name, void (*kernel)(Arguments)) {
   const void* function = reinterpret_cast<const void*>(kernel);
   cudaFuncAttributes attributes;
   check_cuda(cudaFuncGetAttributes(&attributes, function), name);

@@ -1,4 +1,6 @@
 // The ops as chains of kernels. Kernels that move rows never wait; the one-block kernels between them do.
+#include <cstddef>
+
 #include "context.h"
 
 namespace epbuf::cuda {

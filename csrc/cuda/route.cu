@@ -8,9 +8,10 @@ namespace epbuf::cuda {
 namespace {
 
 constexpr std::uint32_t kCountThreads = 256;
-constexpr std::uint32_t kExchangeThreads = 1024;
+constexpr std::uint32_t kExchangeThreads = 512;  // half an SM: it must find room beside the experts of other ranks
 constexpr std::uint32_t kSlotsThreads = 128;
 constexpr std::uint32_t kNoExpert = 0xFFFFFFFF;
+constexpr std::uint32_t kBlocksPerSm = 8;
 constexpr std::int32_t kBatch = 8;  // loads in flight per thread
 constexpr std::size_t kStaticSharedBytes = 512;  // the exchange's, at most
 
@@ -34,8 +35,8 @@ struct Chunk {
   std::int32_t first, num, num_live;
 };
 
-__device__ Chunk chunk_of(const KernelIds& ids, std::int32_t chunk_tokens) {
-  const std::int32_t first = static_cast<std::int32_t>(blockIdx.x) * chunk_tokens;
+__device__ Chunk chunk_of(const KernelIds& ids, std::int32_t chunk, std::int32_t chunk_tokens) {
+  const std::int32_t first = chunk * chunk_tokens;
   const std::int32_t live = num_live(ids) - first;
   const std::int32_t num = min(chunk_tokens, ids.num_tokens - first);
   return {first, num, max(0, min(num, live))};
@@ -45,7 +46,23 @@ __host__ __device__ std::int32_t num_chunks_of(const KernelIds& ids, std::int32_
   return (ids.num_tokens + chunk_tokens - 1) / chunk_tokens;
 }
 
-// Shapes: topk_idx [T, K] int32 or int64; route_scratch [chunks, E] int32: out. Block c counts chunk c.
+// One block: the experts of a chunk into `histogram` [E], which is zero, and ids >= E into bad_ids.
+__device__ void count_chunk(const RouteCountKernel& k, std::int32_t chunk_idx, std::uint32_t* histogram) {
+  const Chunk chunk = chunk_of(k.ids, chunk_idx, k.chunk_tokens);
+  for (std::int32_t i = threadIdx.x; i < chunk.num_live * k.ids.num_topk; i += blockDim.x) {
+    const std::int64_t token = chunk.first + i / k.ids.num_topk;
+    const std::int32_t topk = i % k.ids.num_topk;
+    const std::int64_t id = load_id(k.ids, token, topk);
+    if (id >= 0 && id < k.num_experts) atomicAdd(&histogram[id], 1u);
+    if (id >= k.num_experts) {
+      auto* bad_ids = at<unsigned long long>(k.bad_ids);
+      atomicAdd(bad_ids, 1ull);
+      atomicMin(bad_ids + 1, static_cast<unsigned long long>(token * k.ids.num_topk + topk));
+    }
+  }
+}
+
+// Shapes: topk_idx [T, K] int32 or int64; route_scratch [chunks, E] int32: out. A block for each chunk, in turns.
 //
 // Example, E = 4, K = 2, chunks of 2 tokens, topk_idx = {{0, 3}, {3, 9}, {1, -1}}: row 0 is {1, 0, 0, 2} and bad_ids
 // becomes {1, 3} (one id >= 4, first at token 1, k 1); row 1 is {0, 1, 0, 0}.
@@ -55,21 +72,16 @@ __global__ void __launch_bounds__(kCountThreads) route_count_kernel(const __grid
   for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) histogram[e] = 0;
   if (block_skips(k.call)) return;  // a barrier too
 
-  const Chunk chunk = chunk_of(k.ids, k.chunk_tokens);
-  for (std::int32_t i = threadIdx.x; i < chunk.num_live * k.ids.num_topk; i += blockDim.x) {
-    const std::int64_t token = chunk.first + i / k.ids.num_topk;
-    const std::int64_t id = load_id(k.ids, token, i % k.ids.num_topk);
-    if (id >= 0 && id < k.num_experts) atomicAdd(&histogram[id], 1u);
-    if (id >= k.num_experts) {
-      auto* bad_ids = at<unsigned long long>(k.bad_ids);
-      atomicAdd(bad_ids, 1ull);
-      atomicMin(bad_ids + 1, static_cast<unsigned long long>(token * k.ids.num_topk + i % k.ids.num_topk));
+  for (std::int32_t chunk = blockIdx.x; chunk < num_chunks_of(k.ids, k.chunk_tokens); chunk += gridDim.x) {
+    count_chunk(k, chunk, histogram);
+    __syncthreads();
+    auto* counts = at<std::uint32_t>(k.route_scratch) + static_cast<std::int64_t>(chunk) * k.num_experts;
+    for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
+      counts[e] = histogram[e];
+      histogram[e] = 0;
     }
+    __syncthreads();
   }
-  __syncthreads();
-
-  auto* counts = at<std::uint32_t>(k.route_scratch) + static_cast<std::int64_t>(blockIdx.x) * k.num_experts;
-  for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) counts[e] = histogram[e];
 }
 
 // ---- the exchange -----------------------------------------------------------------------------------------------
@@ -263,7 +275,8 @@ __device__ std::int64_t warp_inclusive_sum(std::int64_t value) {
 
 // prefix[e] = padded rows of the experts before e, over all ranks; prefix[E] = all of them.
 __device__ void sum_zones(const RouteExchangeKernel& k, const std::uint32_t* totals, std::int64_t* prefix) {
-  __shared__ std::int64_t warp_sums[kExchangeThreads / kWarpSize];
+  constexpr std::uint32_t kWarps = kExchangeThreads / kWarpSize;
+  __shared__ std::int64_t warp_sums[kWarpSize];  // of kWarps warps, then zeros
   const std::uint32_t warp = threadIdx.x / kWarpSize;
   const std::int64_t alignment = k.expert_alignment;
   std::int64_t carry = 0;
@@ -271,13 +284,14 @@ __device__ void sum_zones(const RouteExchangeKernel& k, const std::uint32_t* tot
     const std::int32_t e = begin + threadIdx.x;
     const std::int64_t rows = e < k.num_experts ? (totals[e] + alignment - 1) & -alignment : 0;
     std::int64_t inclusive = warp_inclusive_sum(rows);
+    if (threadIdx.x < kWarpSize && threadIdx.x >= kWarps) warp_sums[threadIdx.x] = 0;
     if (threadIdx.x % kWarpSize == kWarpSize - 1) warp_sums[warp] = inclusive;
     __syncthreads();
     if (warp == 0) warp_sums[threadIdx.x] = warp_inclusive_sum(warp_sums[threadIdx.x]);
     __syncthreads();
     inclusive += carry + (warp == 0 ? 0 : warp_sums[warp - 1]);
     if (e < k.num_experts) prefix[e + 1] = inclusive;
-    carry += warp_sums[kExchangeThreads / kWarpSize - 1];
+    carry += warp_sums[kWarps - 1];
     __syncthreads();
   }
   if (threadIdx.x == 0) prefix[0] = 0;
@@ -332,7 +346,7 @@ __device__ void write_demand(const RouteExchangeKernel& k, const std::int64_t* p
 // Example, R = 2, E = 4 (L = 2), A = 4, C = 12; rank 0 counts {3, 1, 0, 5}, rank 1 {2, 0, 0, 2}. Rows of the experts:
 // {5, 1, 0, 7}, padded {8, 4, 0, 8}. On rank 1: route_base = {3, 9, 0, 5} (rank 0's rows come first in each zone),
 // zones 2 and 3 are rows [0, 0) and [0, 8): offs = {0, 8}, counts = {0, 8, 0, 7, 8}. Demands are 12 and 8: overflow 0.
-__global__ void __launch_bounds__(kExchangeThreads) route_exchange_kernel(const __grid_constant__ RouteExchangeKernel k) {
+__global__ void __launch_bounds__(kExchangeThreads, 2) route_exchange_kernel(const __grid_constant__ RouteExchangeKernel k) {
   extern __shared__ std::int64_t shared[];
   __shared__ Verdict verdict;
   const ExchangeShared memory = carve(shared, k.num_experts);
@@ -421,21 +435,13 @@ __device__ void take_slots(const RouteSlotsKernel& k, const std::uint32_t* keys,
   }
 }
 
-// Shapes: topk_idx [T, K]; route_scratch [chunks, E] int32, the prefixes; slot_map [T, K] int64: out. Block c: chunk c.
-//
-// Example, rank 1 of the exchange's example, K = 2, topk_idx = {{0, 3}, {3, 0}}: route_base = {3, 9, 0, 5}, so the slots
-// are {{rank 0 row 3, rank 1 row 5}, {rank 1 row 6, rank 0 row 4}}.
-__global__ void __launch_bounds__(kSlotsThreads) route_slots_kernel(const __grid_constant__ RouteSlotsKernel k) {
-  extern __shared__ std::int64_t shared[];  // next int64 [E], keys uint32 [chunk_tokens * K]
-  std::int64_t* next = shared;
-  auto* keys = reinterpret_cast<std::uint32_t*>(shared + k.num_experts);
-  if (block_stops(k.call)) return;
-
-  const Chunk chunk = chunk_of(k.ids, k.chunk_tokens);
+// One block: the slots of a chunk. The ranks within the chunk are one warp's work; the others fetch for it.
+__device__ void place_chunk(const RouteSlotsKernel& k, std::int32_t chunk_idx, std::int64_t* next, std::uint32_t* keys) {
+  const Chunk chunk = chunk_of(k.ids, chunk_idx, k.chunk_tokens);
   const std::int32_t num_slots = chunk.num * k.ids.num_topk;
   const std::int32_t num_live_slots = chunk.num_live * k.ids.num_topk;
   auto* slots = at<std::int64_t>(k.slot_map) + static_cast<std::int64_t>(chunk.first) * k.ids.num_topk;
-  const auto* before = at<const std::uint32_t>(k.route_scratch) + static_cast<std::int64_t>(blockIdx.x) * k.num_experts;
+  const auto* before = at<const std::uint32_t>(k.route_scratch) + static_cast<std::int64_t>(chunk_idx) * k.num_experts;
   const auto* route_base = at<const std::int64_t>(k.route_base);
 
   for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) next[e] = route_base[e] + before[e];
@@ -446,6 +452,22 @@ __global__ void __launch_bounds__(kSlotsThreads) route_slots_kernel(const __grid
   for (std::int32_t i = num_live_slots + threadIdx.x; i < num_slots; i += blockDim.x) slots[i] = kNoSlot;
   __syncthreads();
   if (threadIdx.x < kWarpSize) take_slots(k, keys, next, num_live_slots, slots);
+  __syncthreads();
+}
+
+// Shapes: topk_idx [T, K]; route_scratch [chunks, E] int32, the prefixes; slot_map [T, K] int64: out. A block for each
+// chunk, in turns.
+//
+// Example, rank 1 of the exchange's example, K = 2, topk_idx = {{0, 3}, {3, 0}}: route_base = {3, 9, 0, 5}, so the slots
+// are {{rank 0 row 3, rank 1 row 5}, {rank 1 row 6, rank 0 row 4}}.
+__global__ void __launch_bounds__(kSlotsThreads) route_slots_kernel(const __grid_constant__ RouteSlotsKernel k) {
+  extern __shared__ std::int64_t shared[];  // next int64 [E], keys uint32 [chunk_tokens * K]
+  auto* keys = reinterpret_cast<std::uint32_t*>(shared + k.num_experts);
+  if (block_stops(k.call)) return;
+
+  for (std::int32_t chunk = blockIdx.x; chunk < num_chunks_of(k.ids, k.chunk_tokens); chunk += gridDim.x) {
+    place_chunk(k, chunk, shared, keys);
+  }
 }
 
 std::size_t exchange_bytes(std::int64_t num_experts) {
@@ -462,20 +484,20 @@ void launch_route_count(const RouteCountKernel& kernel, const Target& target) {
   const std::int32_t num_chunks = num_chunks_of(kernel.ids, kernel.chunk_tokens);
   if (num_chunks == 0) return;
   const std::size_t shared_bytes = sizeof(std::uint32_t) * kernel.num_experts;
-  launch("route_count_kernel", route_count_kernel, {static_cast<std::uint32_t>(num_chunks), kCountThreads, shared_bytes},
+  launch("route_count_kernel", route_count_kernel, {target.fit(num_chunks, kBlocksPerSm), kCountThreads, shared_bytes},
          kernel, target.stream);
 }
 
 void launch_route_exchange(const RouteExchangeKernel& kernel, const Target& target) {
-  launch("route_exchange_kernel", route_exchange_kernel, {1, kExchangeThreads, exchange_bytes(kernel.num_experts)}, kernel,
-         target.stream);
+  launch("route_exchange_kernel", route_exchange_kernel, {1, kExchangeThreads, exchange_bytes(kernel.num_experts)},
+         kernel, target.stream);
 }
 
 void launch_route_slots(const RouteSlotsKernel& kernel, const Target& target) {
   const std::int32_t num_chunks = num_chunks_of(kernel.ids, kernel.chunk_tokens);
   if (num_chunks == 0) return;
   const std::size_t shared_bytes = slots_bytes(kernel.num_experts, kernel.chunk_tokens, kernel.ids.num_topk);
-  launch("route_slots_kernel", route_slots_kernel, {static_cast<std::uint32_t>(num_chunks), kSlotsThreads, shared_bytes},
+  launch("route_slots_kernel", route_slots_kernel, {target.fit(num_chunks, kBlocksPerSm), kSlotsThreads, shared_bytes},
          kernel, target.stream);
 }
 
@@ -488,6 +510,9 @@ void load_route() {
   load("route_count_kernel", route_count_kernel);
   load("route_exchange_kernel", route_exchange_kernel);
   load("route_slots_kernel", route_slots_kernel);
+  allow_all_shared("route_count_kernel", route_count_kernel);
+  allow_all_shared("route_exchange_kernel", route_exchange_kernel);
+  allow_all_shared("route_slots_kernel", route_slots_kernel);
 }
 
 }  // namespace epbuf::cuda

@@ -107,8 +107,8 @@ void check_sources(const Context& context, const CombineCall& call) {
   context.frame(call.frame);
   if (call.refusal != kRefusalNone) return;
   context.check_num_tokens(call.num_tokens);
-  EPBUF_CHECK(call.rows_source <= kSourceZero && call.weights_source <= kSourceZero, "rows_source is ", call.rows_source,
-              ", weights_source is ", call.weights_source);
+  EPBUF_CHECK(call.rows_source <= kSourceZero && call.weights_source <= kSourceZero, "rows_source is ",
+              call.rows_source, ", weights_source is ", call.weights_source);
 }
 
 }  // namespace
@@ -125,8 +125,7 @@ void check_dispatch_backward(const Context& context, const CombineCall& call) {
 
 Status run_combine(Context& context, const OpState& op, const CombineCall& call, Outcome* outcome) {
   const ForwardOffsets& workspace = context.forward(call.workspace);
-  const float* factors =
-      call.weights_source == kSourceTensor ? reinterpret_cast<const float*>(call.weights) : nullptr;
+  const float* factors = call.weights_source == kSourceTensor ? reinterpret_cast<const float*>(call.weights) : nullptr;
   if (call.refusal == kRefusalNone) stage_rows(context, call, workspace.expert_out, factors);
   const std::uint32_t use = ++context.forward_counters(call.workspace).use;
   const Signal ready{kPhaseReady, workspace.ready_cells, use, call.refusal};

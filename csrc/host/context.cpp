@@ -7,15 +7,16 @@ namespace {
 
 template <typename T>
 const T& element(const std::vector<T>& all, std::int32_t index, const char* what) {
-  EPBUF_CHECK(index >= 0 && static_cast<std::size_t>(index) < all.size(), what, " ", index, " was asked for; the arena has ",
-              all.size());
+  EPBUF_CHECK(index >= 0 && static_cast<std::size_t>(index) < all.size(), what, " ", index,
+              " was asked for; the arena has ", all.size());
   return all[static_cast<std::size_t>(index)];
 }
 
 std::int64_t elem_bytes(const Geometry& geometry) { return geometry.token_dtype == kFp32 ? 4 : 2; }
 
 const Geometry& checked(const Geometry& g, std::int32_t num_windows) {
-  EPBUF_CHECK(g.num_ranks >= 1 && g.num_ranks == num_windows, "num_ranks is ", g.num_ranks, ", windows given: ", num_windows);
+  EPBUF_CHECK(g.num_ranks >= 1 && g.num_ranks == num_windows, "num_ranks is ", g.num_ranks,
+              ", windows given: ", num_windows);
   EPBUF_CHECK(g.rank >= 0 && g.rank < g.num_ranks, "rank is ", g.rank, " of ", g.num_ranks);
   EPBUF_CHECK(g.num_experts == g.num_local_experts * g.num_ranks && g.num_local_experts >= 1, "num_experts is ",
               g.num_experts, " with ", g.num_local_experts, " local experts on ", g.num_ranks, " ranks");

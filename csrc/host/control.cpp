@@ -39,9 +39,11 @@ void ControlBlock::record_bad_ids(const BadIds& bad) {
   control_->num_bad_ids += bad.num;
 }
 
-void ControlBlock::count_overflow() {
+void ControlBlock::record_overflow(std::int64_t max_demand_rows, std::int32_t max_demand_rank) {
   const std::lock_guard<std::mutex> guard(mutex_);
   ++control_->num_overflows;
+  control_->max_demand_rows = max_demand_rows;
+  control_->max_demand_rank = max_demand_rank;
 }
 
 void ControlBlock::count_early_reuse() {

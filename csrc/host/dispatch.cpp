@@ -88,7 +88,8 @@ void check_dispatch(const Context& context, const DispatchCall& call) {
   context.frame(call.frame);
   if (call.refusal != kRefusalNone) return;
   context.check_num_tokens(call.num_tokens);
-  EPBUF_CHECK(call.scales == 0 && call.row_scales == 0, "the host engine moves rows of the token dtype, without scales");
+  EPBUF_CHECK(call.scales == 0 && call.row_scales == 0,
+              "the host engine moves rows of the token dtype, without scales");
 }
 
 void check_combine_backward(const Context& context, const DispatchCall& call) {

@@ -9,8 +9,8 @@
 
 namespace epbuf {
 
-// One per rank and arena; holds addresses, owns nothing. Ops are collective: every rank issues the same ones in the same
-// order, and each returns when its round is complete on this rank. They run one at a time, whatever thread calls;
+// One per rank and arena; holds addresses, owns nothing. Ops are collective: every rank issues the same ones in the
+// same order, and each returns when its round is complete on this rank. They run one at a time, whatever thread calls;
 // control(), progress() and abort() may be called while one waits.
 class HostEngine {
  public:

@@ -1,5 +1,6 @@
 // Route: counts to every peer, and from the R x E matrix every slot, zone and overflow without another word.
 #include <algorithm>
+#include <array>
 
 #include "context.h"
 #include "slot.h"
@@ -7,13 +8,18 @@
 namespace epbuf {
 namespace {
 
-std::int64_t round_up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 // The caller's topk_idx [T, K], int32 or int64, of which the first `num_live` rows count.
 class TopkIds {
  public:
   TopkIds(const RouteCall& call, std::int32_t num_topk)
-      : base_(call.topk_idx), row_stride_(call.topk_idx_row_stride), wide_(call.topk_idx_bytes == 8), num_topk_(num_topk) {
+      : base_(call.topk_idx),
+        row_stride_(call.topk_idx_row_stride),
+        wide_(call.topk_idx_bytes == 8),
+        num_topk_(num_topk) {
     num_live_ = call.live_tokens == 0 ? call.num_tokens : std::clamp<std::int64_t>(live(call), 0, call.num_tokens);
   }
 
@@ -33,7 +39,8 @@ class TopkIds {
 
  private:
   static std::int64_t load(std::uint64_t base, std::int64_t index, bool wide) {
-    return wide ? reinterpret_cast<const std::int64_t*>(base)[index] : reinterpret_cast<const std::int32_t*>(base)[index];
+    return wide ? reinterpret_cast<const std::int64_t*>(base)[index]
+                : reinterpret_cast<const std::int32_t*>(base)[index];
   }
 
   static std::int64_t live(const RouteCall& call) { return load(call.live_tokens, 0, call.live_tokens_bytes == 8); }
@@ -45,58 +52,43 @@ class TopkIds {
   std::int64_t num_live_;
 };
 
-// This rank's row of the R x E matrix.
+// This rank's row of the R x E matrix and its header.
 struct OwnCounts {
-  std::vector<std::uint32_t> per_expert;  // [E]
-  BadIds bad;
-  std::uint32_t refusal;
-  std::uint32_t num_tokens;
+  std::vector<std::uint32_t> per_expert;             // [E]
+  std::array<std::uint32_t, kCountHeader> header{};  // indexed by CountHeader
 };
 
 OwnCounts refused_counts(const Geometry& g, std::uint32_t refusal) {
-  return {std::vector<std::uint32_t>(static_cast<std::size_t>(g.num_experts)), {}, refusal, 0};
+  OwnCounts own{std::vector<std::uint32_t>(static_cast<std::size_t>(g.num_experts)), {}};
+  own.header[kHeaderRefusal] = refusal;
+  return own;
+}
+
+void note_bad_id(std::int64_t token, std::int32_t k, std::int64_t id, OwnCounts* own) {
+  if (own->header[kHeaderNumBadIds]++ != 0) return;
+  own->header[kHeaderBadToken] = static_cast<std::uint32_t>(token);
+  own->header[kHeaderBadTopk] = static_cast<std::uint32_t>(k);
+  own->header[kHeaderBadValueLow] = static_cast<std::uint32_t>(id);
+  own->header[kHeaderBadValueHigh] = static_cast<std::uint32_t>(id >> 32);
 }
 
 OwnCounts count_ids(const Geometry& g, const TopkIds& ids) {
   OwnCounts own = refused_counts(g, kRefusalNone);
-  own.num_tokens = static_cast<std::uint32_t>(ids.num_live());
+  own.header[kHeaderNumTokens] = static_cast<std::uint32_t>(ids.num_live());
   ids.for_each([&](std::int64_t token, std::int32_t k, std::int64_t id) {
-    if (id < 0) return;
-    if (id < g.num_experts) {
-      ++own.per_expert[static_cast<std::size_t>(id)];
-    } else if (own.bad.num++ == 0) {
-      own.bad = {1, id, g.rank, static_cast<std::int32_t>(token), k};
-    }
+    if (id >= g.num_experts) note_bad_id(token, k, id, &own);
+    if (id >= 0 && id < g.num_experts) ++own.per_expert[static_cast<std::size_t>(id)];
   });
   return own;
-}
-
-std::uint32_t header_word(const OwnCounts& own, std::uint32_t header) {
-  switch (header) {
-    case kHeaderRefusal:
-      return own.refusal;
-    case kHeaderNumBadIds:
-      return static_cast<std::uint32_t>(own.bad.num);
-    case kHeaderBadToken:
-      return static_cast<std::uint32_t>(own.bad.token);
-    case kHeaderBadTopk:
-      return static_cast<std::uint32_t>(own.bad.topk);
-    case kHeaderBadValueLow:
-      return static_cast<std::uint32_t>(own.bad.value);
-    case kHeaderBadValueHigh:
-      return static_cast<std::uint32_t>(static_cast<std::uint64_t>(own.bad.value) >> 32);
-    case kHeaderNumTokens:
-      return own.num_tokens;
-    default:
-      return 0;
-  }
 }
 
 // The R x (E + header) cells of a frame: written row by row by the peers, read after the wait for COUNT.
 class CountMatrix {
  public:
   CountMatrix(const Context& context, std::int32_t frame)
-      : windows_(context.windows()), offset_(context.frame(frame).count_cells), num_experts_(context.geometry().num_experts) {}
+      : windows_(context.windows()),
+        offset_(context.frame(frame).count_cells),
+        num_experts_(context.geometry().num_experts) {}
 
   std::int64_t cells_per_rank() const { return num_experts_ + kCountHeader; }
 
@@ -108,8 +100,8 @@ class CountMatrix {
     fence_release_system();
     for (std::int32_t peer = 0; peer < windows_.num_ranks(); ++peer) {
       Cell* cells = windows_.at<Cell>(peer, offset_) + windows_.rank() * cells_per_rank();
-      for (std::int64_t e = 0; e < num_experts_; ++e) store_fenced_system(cells + e, {round, own.per_expert[e]});
-      for (std::uint32_t h = 0; h < kCountHeader; ++h) store_fenced_system(cells + num_experts_ + h, {round, header_word(own, h)});
+      for (const std::uint32_t count : own.per_expert) store_fenced_system(cells++, {round, count});
+      for (const std::uint32_t word : own.header) store_fenced_system(cells++, {round, word});
     }
   }
 
@@ -194,7 +186,9 @@ class Router {
   void write_slots(const TopkIds& ids) {
     const std::int64_t num_slots = static_cast<std::int64_t>(call_.num_tokens) * g_.num_topk;
     std::fill(slot_map_ + ids.num_live() * g_.num_topk, slot_map_ + num_slots, kNoSlot);
-    ids.for_each([&](std::int64_t token, std::int32_t k, std::int64_t id) { slot_map_[token * g_.num_topk + k] = take_slot(id); });
+    ids.for_each([&](std::int64_t token, std::int32_t k, std::int64_t id) {
+      slot_map_[token * g_.num_topk + k] = take_slot(id);
+    });
   }
 
   std::int64_t take_slot(std::int64_t id) {
@@ -205,7 +199,7 @@ class Router {
 
   void write_overflow(const Outcome& outcome) {
     *overflow_ = outcome.overflow != 0 ? 1.0f : 0.0f;
-    if (outcome.overflow != 0) context_.control().count_overflow();
+    if (outcome.overflow != 0) context_.control().record_overflow(outcome.max_demand_rows, outcome.max_demand_rank);
     std::int64_t& peak = context_.frame_counters(call_.frame).demand_peak_rows;
     peak = std::max(peak, outcome.max_demand_rows);
   }
@@ -272,7 +266,8 @@ Status run_route(Context& context, const OpState& op, const RouteCall& call, Out
   const bool refuses = call.refusal != kRefusalNone;
   const CountMatrix counts(context, call.frame);
   const TopkIds ids(refuses ? RouteCall{} : call, context.geometry().num_topk);
-  counts.publish(refuses ? refused_counts(context.geometry(), call.refusal) : count_ids(context.geometry(), ids), round);
+  counts.publish(refuses ? refused_counts(context.geometry(), call.refusal) : count_ids(context.geometry(), ids),
+                 round);
   EPBUF_TRY(context.waiter().await(op, counts.awaited(round)));
   EPBUF_TRY(context.waiter().compare_progress(op, counts.awaited(round)));
   if (find_refusal(context, op, counts, outcome)) {

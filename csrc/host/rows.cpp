@@ -13,7 +13,8 @@ constexpr std::int64_t kBlockElems = 1024;  // the float accumulator of a block 
 constexpr std::int64_t kDotLanes = 16;
 
 template <typename T>
-[[gnu::always_inline]] inline void sum_block(const T* const* rows, std::int32_t num_rows, T* out, std::int64_t num_elems) {
+[[gnu::always_inline]] inline void sum_block(const T* const* rows, std::int32_t num_rows, T* out,
+                                             std::int64_t num_elems) {
   float total[kBlockElems];
   for (std::int64_t i = 0; i < num_elems; ++i) total[i] = to_float(rows[0][i]);
   for (std::int32_t k = 1; k < num_rows; ++k) {
@@ -34,7 +35,8 @@ template <typename T>
 }
 
 template <typename T>
-[[gnu::always_inline]] inline void scale_row(const std::byte* row, float factor, std::byte* out, std::int64_t num_elems) {
+[[gnu::always_inline]] inline void scale_row(const std::byte* row, float factor, std::byte* out,
+                                             std::int64_t num_elems) {
   const T* from = reinterpret_cast<const T*>(row);
   T* to = reinterpret_cast<T*>(out);
   for (std::int64_t i = 0; i < num_elems; ++i) to[i] = from_float<T>(to_float(from[i]) * factor);
@@ -55,7 +57,8 @@ template <typename T>
 }
 
 // One plain function per dtype: target clones and templates do not mix.
-EPBUF_TARGET_CLONES void sum_bf16(const std::byte* const* rows, std::int32_t num_rows, std::byte* out, std::int64_t num_elems) {
+EPBUF_TARGET_CLONES void sum_bf16(const std::byte* const* rows, std::int32_t num_rows, std::byte* out,
+                                  std::int64_t num_elems) {
   sum_rows<Bf16>(rows, num_rows, out, num_elems);
 }
 
@@ -67,7 +70,8 @@ EPBUF_TARGET_CLONES float dot_bf16(const std::byte* a, const std::byte* b, std::
   return dot_rows<Bf16>(a, b, num_elems);
 }
 
-EPBUF_TARGET_CLONES void sum_fp16(const std::byte* const* rows, std::int32_t num_rows, std::byte* out, std::int64_t num_elems) {
+EPBUF_TARGET_CLONES void sum_fp16(const std::byte* const* rows, std::int32_t num_rows, std::byte* out,
+                                  std::int64_t num_elems) {
   sum_rows<Fp16>(rows, num_rows, out, num_elems);
 }
 
@@ -79,7 +83,8 @@ EPBUF_TARGET_CLONES float dot_fp16(const std::byte* a, const std::byte* b, std::
   return dot_rows<Fp16>(a, b, num_elems);
 }
 
-EPBUF_TARGET_CLONES void sum_fp32(const std::byte* const* rows, std::int32_t num_rows, std::byte* out, std::int64_t num_elems) {
+EPBUF_TARGET_CLONES void sum_fp32(const std::byte* const* rows, std::int32_t num_rows, std::byte* out,
+                                  std::int64_t num_elems) {
   sum_rows<float>(rows, num_rows, out, num_elems);
 }
 
@@ -104,7 +109,8 @@ const RowKernels& row_kernels(std::int32_t token_dtype) {
     case kFp16:
       return kKernelsFp16;
     default:
-      EPBUF_CHECK(token_dtype == kFp32, "token_dtype is ", token_dtype, "; the engine knows bf16, fp16 and fp32 (0, 1, 2)");
+      EPBUF_CHECK(token_dtype == kFp32, "token_dtype is ", token_dtype,
+                  "; the engine knows bf16, fp16 and fp32 (0, 1, 2)");
       return kKernelsFp32;
   }
 }

@@ -39,7 +39,7 @@ class Descriptor {
 
 void check_prefix(const std::string& prefix) {
   EPBUF_CHECK(!prefix.empty() && prefix.size() <= 200 && prefix.find('/') == std::string::npos,
-              "a segment's prefix is a file name's beginning without '/', found '", prefix, "'");
+              "a segment's name or prefix is a file name without '/', found '", prefix, "'");
 }
 
 void check_nbytes(std::size_t nbytes) { EPBUF_CHECK(nbytes > 0, "a segment of 0 bytes was asked for"); }
@@ -53,7 +53,7 @@ std::string random_name(const std::string& prefix) {
 }
 
 struct stat stat_of(int fd, const std::string& name) {
-  struct stat info {};
+  struct stat info{};
   EPBUF_CHECK_ERRNO(::fstat(fd, &info) == 0, "fstat of shared memory ", name);
   return info;
 }
@@ -86,8 +86,8 @@ void reserve(int fd, std::size_t nbytes) {
   do {
     error = ::posix_fallocate(fd, 0, static_cast<off_t>(nbytes));
   } while (error == EINTR);
-  EPBUF_CHECK(error == 0, "a window of ", nbytes, " bytes was asked for; ", kSharedMemoryDir, " cannot hold it: ",
-              std::strerror(error), "; enlarge it (containers: --shm-size) or plan less");
+  EPBUF_CHECK(error == 0, "a window of ", nbytes, " bytes was asked for; ", kSharedMemoryDir,
+              " cannot hold it: ", std::strerror(error), "; enlarge it (containers: --shm-size) or plan less");
 }
 
 void* map_shared(int fd, std::size_t nbytes, const std::string& name) {
@@ -111,7 +111,9 @@ class NameGuard {
   std::string name_;
 };
 
-bool starts_with(const std::string& text, const std::string& prefix) { return text.compare(0, prefix.size(), prefix) == 0; }
+bool starts_with(const std::string& text, const std::string& prefix) {
+  return text.compare(0, prefix.size(), prefix) == 0;
+}
 
 // A segment whose lock can be taken has no living maker. Whoever cannot be opened belongs to another user or is gone.
 bool remove_if_dead(const std::string& name) {

@@ -12,9 +12,7 @@ struct Slot {
   std::int64_t row;
 };
 
-inline std::int64_t pack_slot(Slot slot) {
-  return static_cast<std::int64_t>(slot.rank) << kSlotRankShift | slot.row;
-}
+inline std::int64_t pack_slot(Slot slot) { return static_cast<std::int64_t>(slot.rank) << kSlotRankShift | slot.row; }
 
 inline Slot unpack_slot(std::int64_t packed) {
   return {static_cast<std::int32_t>(packed >> kSlotRankShift), packed & 0xFFFFFFFF};

@@ -10,9 +10,9 @@ namespace {
 
 using std::chrono::microseconds;
 
-constexpr microseconds kSpin{50};      // a peer that is in step answers within this
-constexpr microseconds kYield{1000};   // a peer that is not may need our core to get there
-constexpr microseconds kSleep{50};     // yielding ranks would still take turns with the experts of the others
+constexpr microseconds kSpin{50};         // a peer that is in step answers within this
+constexpr microseconds kYield{1000};      // a peer that is not may need our core to get there
+constexpr microseconds kSleep{50};        // yielding ranks would still take turns with the experts of the others
 constexpr microseconds kSettle{1000000};  // a mismatch that one rank saw reaches the others at once
 
 std::uint32_t pack_progress(const OpState& op) {

@@ -52,8 +52,8 @@ class Waiter {
   Waiter(const Windows& windows, const ArenaOffsets& arena, ControlBlock* control, std::uint64_t timeout_us)
       : windows_(windows), arena_(arena), control_(control), timeout_us_(timeout_us) {}
 
-  // Numbers the call and tells every rank what it is. Fails, in phase kPhaseNone, if a peer has given up already: a late
-  // rank must not move rows that nobody awaits.
+  // Numbers the call and tells every rank what it is. Fails, in phase kPhaseNone, if a peer has given up already: a
+  // late rank must not move rows that nobody awaits.
   Status begin(OpState* op) const;
 
   // Returns kOk once all ranks, this one included, have published `awaited.epoch`; acquires what they published.
@@ -68,7 +68,8 @@ class Waiter {
   std::vector<Progress> progress() const;
 
  private:
-  Status await_cell(const OpState& op, const Awaited& awaited, std::int32_t peer, const Cell* cell, WaitClock* clock) const;
+  Status await_cell(const OpState& op, const Awaited& awaited, std::int32_t peer, const Cell* cell,
+                    WaitClock* clock) const;
   Status look_around(const OpState& op, const Awaited& awaited, std::int32_t peer, WaitClock* clock) const;
   Status adopt_abort(const OpState& op, const Awaited& awaited, std::int32_t aborter) const;
   Status fail(Status status, const OpState& op, const Awaited& awaited, std::int32_t peer) const;
@@ -77,7 +78,9 @@ class Waiter {
   std::int32_t find_mismatch(const OpState& op) const;
   void tell_abort(std::uint32_t reason, std::int32_t blamed) const;
   Cell abort_of(std::int32_t peer) const { return load_fenced_system(windows_.own<Cell>(arena_.abort_cells) + peer); }
-  Cell progress_of(std::int32_t peer) const { return load_relaxed_system(windows_.own<Cell>(arena_.progress_cells) + peer); }
+  Cell progress_of(std::int32_t peer) const {
+    return load_relaxed_system(windows_.own<Cell>(arena_.progress_cells) + peer);
+  }
 
   const Windows& windows_;
   const ArenaOffsets& arena_;

@@ -30,12 +30,14 @@ class Windows {
   // Release: what this rank did before is visible to whoever acquires the cell. One cell per source in each window.
   void publish(std::int64_t cells_offset, Cell cell) const {
     fence_release_system();
-    for (std::int32_t peer = 0; peer < num_ranks(); ++peer) store_fenced_system(at<Cell>(peer, cells_offset) + rank_, cell);
+    for (std::int32_t peer = 0; peer < num_ranks(); ++peer)
+      store_fenced_system(at<Cell>(peer, cells_offset) + rank_, cell);
   }
 
   // Relaxed: carries no data but itself (PROGRESS).
   void publish_relaxed(std::int64_t cells_offset, Cell cell) const {
-    for (std::int32_t peer = 0; peer < num_ranks(); ++peer) store_relaxed_system(at<Cell>(peer, cells_offset) + rank_, cell);
+    for (std::int32_t peer = 0; peer < num_ranks(); ++peer)
+      store_relaxed_system(at<Cell>(peer, cells_offset) + rank_, cell);
   }
 
  private:

@@ -6,10 +6,11 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from epbuf.errors import ConfigError
+from epbuf.errors import ConfigError, PeerTimeoutError
 
 
 class Group(Protocol):
@@ -26,8 +27,8 @@ class Group(Protocol):
     def all_gather(self, item: Any) -> list[Any]:
         """Return every rank's `item`, by rank."""
 
-    def barrier(self) -> None:
-        """Return once every rank has called."""
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Return once every rank has called. A process group's own time-out counts instead of `timeout_s`."""
 
 
 class SoloGroup:
@@ -39,7 +40,7 @@ class SoloGroup:
     def all_gather(self, item: Any) -> list[Any]:
         return [item]
 
-    def barrier(self) -> None:
+    def barrier(self, timeout_s: float | None = None) -> None:
         return None
 
 
@@ -57,12 +58,19 @@ class TorchGroup:
     def size(self) -> int:
         return dist.get_world_size(self.process_group)
 
+    def has_cuda(self) -> bool:
+        """Tell whether the group has a CUDA backend of its own; gloo, which copies through the host, is none."""
+        cuda = torch.device("cuda")
+        if not torch.cuda.is_available() or cuda not in self.process_group._device_types:
+            return False
+        return self.process_group._get_backend(cuda).name() != "gloo"
+
     def all_gather(self, item: Any) -> list[Any]:
         items: list[Any] = [None] * self.size
         dist.all_gather_object(items, item, group=self.process_group)
         return items
 
-    def barrier(self) -> None:
+    def barrier(self, timeout_s: float | None = None) -> None:
         # An object exchange, not dist.barrier: that one guesses a device for NCCL groups.
         self.all_gather(None)
 
@@ -98,8 +106,14 @@ class VirtualRank:
         self.meeting.barrier.wait()
         return items
 
-    def barrier(self) -> None:
-        self.meeting.barrier.wait()
+    def barrier(self, timeout_s: float | None = None) -> None:
+        try:
+            self.meeting.barrier.wait(timeout_s)
+        except threading.BrokenBarrierError:
+            raise PeerTimeoutError(
+                f"rank {self.rank} waited at a barrier of {self.size} virtual ranks and not all came within "
+                f"{timeout_s} s: a rank failed, or its thread ended early"
+            ) from None
 
 
 AnyGroup: TypeAlias = "dist.ProcessGroup | DeviceMesh | VirtualRank | None"

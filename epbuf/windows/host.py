@@ -21,7 +21,7 @@ class HostWindow:
 
     kind = "host"
 
-    def __init__(self, nbytes: int, group: Group) -> None:
+    def __init__(self, nbytes: int, group: Group, device: torch.device) -> None:
         """Create this rank's segment, map the peers', remove the names.
 
         Collective over `group`. Segments that killed processes of this user left behind are removed first.

@@ -28,7 +28,7 @@ class NcclWindow:
         Raises:
             NativeError: no NCCL >= 2.30.4, a refused registration, or a group wider than the NVLink domain.
         """
-        library, trouble = _attempt_library()
+        library, trouble = try_library()
         _raise_everywhere(group, trouble)
         identity = group.all_gather(_C.NcclWindow.unique_id(library) if group.rank == 0 else b"")[0]
         with torch.cuda.device(device):
@@ -66,11 +66,6 @@ def find_library() -> str:
     )
 
 
-def is_available() -> bool:
-    """Tell whether `find_library` would find one."""
-    return _attempt_library()[1] == ""
-
-
 def _candidates() -> list[tuple[str, str]]:
     given = os.environ.get("EPBUF_NCCL_LIBRARY")
     if given:
@@ -82,7 +77,8 @@ def _candidates() -> list[tuple[str, str]]:
     return [(source, path) for source, path in found if path]
 
 
-def _attempt_library() -> tuple[str, str]:
+def try_library() -> tuple[str, str]:
+    """Return (library, "") or ("", what find_library would raise)."""
     try:
         return find_library(), ""
     except NativeError as error:

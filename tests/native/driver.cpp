@@ -1,4 +1,5 @@
-// Drives the host protocol with virtual ranks on threads and checks every value, under the sanitizers (`make sanitize`).
+// Drives the host protocol with virtual ranks on threads and checks every value, under the sanitizers (`make
+// sanitize`).
 //
 // Inputs are small integers, so that every dtype and every order of additions gives the same result. The layout is the
 // driver's own, unlike plan.py's, with guard bytes behind each region: a write outside a region is found even though it
@@ -16,9 +17,9 @@
 #include <utility>
 #include <vector>
 
-#include "convert.h"
-#include "engine.h"
-#include "slot.h"
+#include "host/convert.h"
+#include "host/engine.h"
+#include "host/slot.h"
 
 namespace epbuf {
 namespace {
@@ -278,13 +279,16 @@ class Model {
   std::uint64_t num_bad_ids() const {
     std::uint64_t num = 0;
     for (const Batch& batch : batches) {
-      for (std::int32_t i = 0; i < batch.num_live * shape_.topk; ++i) num += batch.ids[static_cast<std::size_t>(i)] >= shape_.experts();
+      for (std::int32_t i = 0; i < batch.num_live * shape_.topk; ++i)
+        num += batch.ids[static_cast<std::size_t>(i)] >= shape_.experts();
     }
     return num;
   }
 
   float weight(Origin o) const { return batches[static_cast<std::size_t>(o.src)].weights[slot_index(o.token, o.k)]; }
-  std::size_t slot_index(std::int32_t token, std::int32_t k) const { return static_cast<std::size_t>(token * shape_.topk + k); }
+  std::size_t slot_index(std::int32_t token, std::int32_t k) const {
+    return static_cast<std::size_t>(token * shape_.topk + k);
+  }
 
   std::vector<Batch> batches;                    // of each rank
   std::vector<std::vector<std::int64_t>> slots;  // of each rank [T, K]
@@ -298,7 +302,8 @@ class Model {
     offs.emplace_back();
     for (std::int32_t j = 0; j < shape_.local_experts; ++j) {
       fill_zone(rank * shape_.local_experts + j, &all);
-      offs.back().push_back(static_cast<std::int32_t>(std::min<std::int64_t>(static_cast<std::int64_t>(all.size()), shape_.capacity)));
+      offs.back().push_back(
+          static_cast<std::int32_t>(std::min<std::int64_t>(static_cast<std::int64_t>(all.size()), shape_.capacity)));
     }
     demands.push_back(static_cast<std::int64_t>(all.size()));
     all.resize(static_cast<std::size_t>(offs.back().back()));
@@ -348,7 +353,10 @@ void store_elem(TokenDtype dtype, std::byte* base, std::int64_t i, float value) 
 class Rows {
  public:
   Rows(const Shape& shape, std::int64_t num_rows)
-      : dtype_(shape.dtype), hidden_(shape.hidden), row_bytes_(shape.row_bytes()), bytes_(static_cast<std::size_t>(num_rows * row_bytes_), std::byte{0xFF}) {}
+      : dtype_(shape.dtype),
+        hidden_(shape.hidden),
+        row_bytes_(shape.row_bytes()),
+        bytes_(static_cast<std::size_t>(num_rows * row_bytes_), std::byte{0xFF}) {}
 
   std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(bytes_.data()); }
 
@@ -368,9 +376,18 @@ class Rows {
 class Rank {
  public:
   Rank(Bed& bed, std::int32_t rank, std::uint32_t round)
-      : bed_(bed), shape_(bed.shape()), rank_(rank), round_(round), model_(shape_, round), x_(shape_, shape_.tokens), y_(shape_, shape_.tokens),
-        dx_(shape_, shape_.tokens), dw_(static_cast<std::size_t>(shape_.tokens * shape_.topk), -1.0f), live_(batch().num_live) {
-    for (std::int32_t t = 0; t < batch().num_tokens; ++t) x_.fill_row(t, [&](std::int64_t h) { return input(rank_, t, h); });
+      : bed_(bed),
+        shape_(bed.shape()),
+        rank_(rank),
+        round_(round),
+        model_(shape_, round),
+        x_(shape_, shape_.tokens),
+        y_(shape_, shape_.tokens),
+        dx_(shape_, shape_.tokens),
+        dw_(static_cast<std::size_t>(shape_.tokens * shape_.topk), -1.0f),
+        live_(batch().num_live) {
+    for (std::int32_t t = 0; t < batch().num_tokens; ++t)
+      x_.fill_row(t, [&](std::int64_t h) { return input(rank_, t, h); });
   }
 
   // Forward of one layer; the expert with local index j multiplies its rows by j + 1.
@@ -437,7 +454,9 @@ class Rank {
  private:
   const Batch& batch() const { return model_.batches[static_cast<std::size_t>(rank_)]; }
   const std::vector<Origin>& rows() const { return model_.rows[static_cast<std::size_t>(rank_)]; }
-  float input(std::int32_t rank, std::int64_t token, std::int64_t h) const { return input_value(round_, rank, token, h); }
+  float input(std::int32_t rank, std::int64_t token, std::int64_t h) const {
+    return input_value(round_, rank, token, h);
+  }
 
   std::int32_t zone_of(std::int32_t rank, std::int64_t row) const {
     std::int32_t j = 0;
@@ -455,7 +474,8 @@ class Rank {
   void expect_row(const std::byte* row, const char* what, std::int64_t index, Value value) const {
     for (std::int64_t h = 0; h < shape_.hidden; ++h) {
       const float found = load_elem(shape_.dtype, row, h);
-      expect(found == value(h), what, "[", index, ", ", h, "] on rank ", rank_, " in round ", round_, " is ", found, ", not ", value(h));
+      expect(found == value(h), what, "[", index, ", ", h, "] on rank ", rank_, " in round ", round_, " is ", found,
+             ", not ", value(h));
     }
   }
 
@@ -467,7 +487,8 @@ class Rank {
     const auto* slot_map = bed_.at<std::int64_t>(rank_, bed_.frame(f).slot_map);
     for (std::size_t i = 0; i < slots.size(); ++i) expect(slot_map[i] == slots[i], "slot ", i, " of round ", round_);
     const auto& offs = model_.offs[static_cast<std::size_t>(rank_)];
-    for (std::size_t j = 0; j < offs.size(); ++j) expect(bed_.at<std::int32_t>(rank_, bed_.frame(f).offs)[j] == offs[j], "offs ", j);
+    for (std::size_t j = 0; j < offs.size(); ++j)
+      expect(bed_.at<std::int32_t>(rank_, bed_.frame(f).offs)[j] == offs[j], "offs ", j);
     const auto* counts = bed_.at<std::int64_t>(rank_, bed_.frame(f).counts);
     expect(counts[2 * shape_.local_experts] == model_.demands[static_cast<std::size_t>(rank_)], "total_recv_tokens");
   }
@@ -490,7 +511,8 @@ class Rank {
     for (std::size_t row = 0; row < rows().size(); ++row) {
       const Origin o = rows()[row];
       const auto scale = static_cast<float>(zone_of(rank_, static_cast<std::int64_t>(row)) + 1);
-      expert_out.fill_row(static_cast<std::int64_t>(row), [&](std::int64_t h) { return o.src < 0 ? 0.0f : scale * input(o.src, o.token, h); });
+      expert_out.fill_row(static_cast<std::int64_t>(row),
+                          [&](std::int64_t h) { return o.src < 0 ? 0.0f : scale * input(o.src, o.token, h); });
     }
     CombineCall call = combine_call(f, w, expert_out, y_);
     if (weighted) {
@@ -498,10 +520,13 @@ class Rank {
       call.weights = reinterpret_cast<std::uint64_t>(bed_.at<float>(rank_, bed_.frame(f).recv_topk_weights));
     } else {
       call.rows_source = kSourceWindow;
-      std::memcpy(bed_.at<std::byte>(rank_, bed_.forward(w).expert_out), expert_out.row(0), rows().size() * static_cast<std::size_t>(shape_.row_bytes()));
+      std::memcpy(bed_.at<std::byte>(rank_, bed_.forward(w).expert_out), expert_out.row(0),
+                  rows().size() * static_cast<std::size_t>(shape_.row_bytes()));
     }
     expect_ok(bed_.engine(rank_).combine(call), "combine");
-    check_sums(y_, "y", [&](Origin o, Slot slot) { return (weighted ? model_.weight(o) : 1.0f) * static_cast<float>(zone_of(slot.rank, slot.row) + 1); });
+    check_sums(y_, "y", [&](Origin o, Slot slot) {
+      return (weighted ? model_.weight(o) : 1.0f) * static_cast<float>(zone_of(slot.rank, slot.row) + 1);
+    });
   }
 
   // Each row of `out` is the token's input times the factors of its live slots.
@@ -524,7 +549,8 @@ class Rank {
     for (std::size_t row = 0; row < rows().size(); ++row) {
       const Origin o = rows()[row];
       const auto index = static_cast<std::int64_t>(row);
-      expect_row(grad + index * shape_.row_bytes(), "grad_expert_out", index, [&](std::int64_t h) { return o.src < 0 ? 0.0f : input(o.src, o.token, h); });
+      expect_row(grad + index * shape_.row_bytes(), "grad_expert_out", index,
+                 [&](std::int64_t h) { return o.src < 0 ? 0.0f : input(o.src, o.token, h); });
     }
     check_weight_grad(f, v);
   }
@@ -532,7 +558,8 @@ class Rank {
   void check_weight_grad(std::int32_t f, std::int32_t v) {
     std::vector<float> dots(static_cast<std::size_t>(shape_.capacity), -1.0f);
     const std::vector<std::byte> before(bed_.at<std::byte>(rank_, bed_.backward(v).grad_expert_out),
-                                        bed_.at<std::byte>(rank_, bed_.backward(v).grad_expert_out) + rows().size() * static_cast<std::size_t>(shape_.row_bytes()));
+                                        bed_.at<std::byte>(rank_, bed_.backward(v).grad_expert_out) +
+                                            rows().size() * static_cast<std::size_t>(shape_.row_bytes()));
     WeightGradCall call{};
     call.frame = f;
     call.workspace = v;
@@ -548,9 +575,11 @@ class Rank {
     const Origin o = rows()[static_cast<std::size_t>(row)];
     const float weight = bed_.at<float>(rank_, bed_.frame(f).recv_topk_weights)[row];
     float dot = 0.0f;
-    for (std::int64_t h = 0; h < shape_.hidden && o.src >= 0; ++h) dot += input(o.src, o.token, h) * input(o.src, o.token, h);
+    for (std::int64_t h = 0; h < shape_.hidden && o.src >= 0; ++h)
+      dot += input(o.src, o.token, h) * input(o.src, o.token, h);
     expect(found == dot, "grad_weights[", row, "] is ", found, ", not ", dot);
-    expect_row(bed_.at<std::byte>(rank_, bed_.backward(v).grad_expert_out) + row * shape_.row_bytes(), "weighted grad_expert_out", row,
+    expect_row(bed_.at<std::byte>(rank_, bed_.backward(v).grad_expert_out) + row * shape_.row_bytes(),
+               "weighted grad_expert_out", row,
                [&](std::int64_t h) { return o.src < 0 ? 0.0f : weight * input(o.src, o.token, h); });
   }
 
@@ -562,7 +591,8 @@ class Rank {
     for (std::size_t row = 0; row < rows().size(); ++row) {
       const Origin o = rows()[row];
       const auto scale = static_cast<float>(zone_of(rank_, static_cast<std::int64_t>(row)) + 1);
-      grad.fill_row(static_cast<std::int64_t>(row), [&](std::int64_t h) { return o.src < 0 ? 0.0f : scale * input(o.src, o.token, h); });
+      grad.fill_row(static_cast<std::int64_t>(row),
+                    [&](std::int64_t h) { return o.src < 0 ? 0.0f : scale * input(o.src, o.token, h); });
       grad_weights[row] = static_cast<float>(row) + 1.0f;
     }
     CombineCall call = combine_call(f, v, grad, dx_);
@@ -572,7 +602,9 @@ class Rank {
     call.out_weights = reinterpret_cast<std::uint64_t>(dw_.data());
     call.begins_use = use_has_begun ? 0 : 1;
     expect_ok(bed_.engine(rank_).dispatch_backward(call), "dispatch_backward");
-    check_sums(dx_, "dx", [&](Origin, Slot slot) { return is_missing ? 0.0f : static_cast<float>(zone_of(slot.rank, slot.row) + 1); });
+    check_sums(dx_, "dx", [&](Origin, Slot slot) {
+      return is_missing ? 0.0f : static_cast<float>(zone_of(slot.rank, slot.row) + 1);
+    });
     check_weights_back(is_missing);
   }
 
@@ -647,7 +679,8 @@ void test_watcher() {
   Bed bed({2, 8, 2, 8, 2, 1, 64});
   std::atomic<bool> done{false};
   std::thread watcher([&] {
-    while (!done.load()) expect(bed.engine(0).control().poisoned == kOk && bed.engine(1).progress().size() == 2, "watcher");
+    while (!done.load())
+      expect(bed.engine(0).control().poisoned == kOk && bed.engine(1).progress().size() == 2, "watcher");
   });
   run_rounds(bed, 40);
   done.store(true);
@@ -656,7 +689,8 @@ void test_watcher() {
 
 void expect_refused(const Outcome& outcome, std::int32_t refusing_rank, const char* op) {
   expect(outcome.status == kRefused && outcome.refusing_rank == refusing_rank && outcome.refusal == kRefusalDtype, op,
-         " should be refused by rank ", refusing_rank, ", found status ", outcome.status, " by ", outcome.refusing_rank);
+         " should be refused by rank ", refusing_rank, ", found status ", outcome.status, " by ",
+         outcome.refusing_rank);
 }
 
 // Each op refused once by `refuser`, in the order of a step, with what an op needs before it.
@@ -691,9 +725,10 @@ void test_refusals() {
 
 void expect_failed(HostEngine& engine, const Outcome& outcome, Status status, Phase phase, std::int32_t peer) {
   const Control control = engine.control();
-  expect(outcome.status == status && control.poisoned == status && control.error.phase == phase && control.error.peer == peer,
-         "status ", outcome.status, ", phase ", control.error.phase, ", peer ", control.error.peer, "; expected ", status,
-         ", ", phase, ", ", peer);
+  expect(outcome.status == status && control.poisoned == status && control.error.phase == phase &&
+             control.error.peer == peer,
+         "status ", outcome.status, ", phase ", control.error.phase, ", peer ", control.error.peer, "; expected ",
+         status, ", ", phase, ", ", peer);
 }
 
 // Rank 1 brings another frame, then (a new arena) another workspace, then another op; every rank says so, none by
@@ -709,7 +744,8 @@ void test_mismatch() {
       HostEngine& engine = bed.engine(rank);
       const Rank side(bed, rank, 0);
       const Outcome outcome = rank == 1 ? other(engine, side) : engine.route(side.route_call(0, 0));
-      expect(outcome.status == kMismatch && engine.control().poisoned == kMismatch, "rank ", rank, ": status ", outcome.status);
+      expect(outcome.status == kMismatch && engine.control().poisoned == kMismatch, "rank ", rank, ": status ",
+             outcome.status);
       expect(rank == 1 || engine.control().error.peer == 1, "rank ", rank, " blames ", engine.control().error.peer);
       expect(engine.route(side.route_call(0, 0)).status == kPoisoned, "a poisoned arena does nothing");
     });
@@ -731,7 +767,8 @@ void test_timeout() {
     });
     const Rank late(bed, 3, 0);
     HostEngine& engine = bed.engine(3);
-    const Outcome outcome = routes ? engine.dispatch(late.dispatch_call(0, 0, late.x())) : engine.route(late.route_call(0, 0));
+    const Outcome outcome =
+        routes ? engine.dispatch(late.dispatch_call(0, 0, late.x())) : engine.route(late.route_call(0, 0));
     expect_failed(engine, outcome, kAborted, kPhaseNone, 0);
   }
 }
@@ -755,9 +792,9 @@ void test_abort() {
 
 int main() {
   const std::pair<const char*, void (*)()> scenarios[] = {
-      {"rounds", epbuf::test_rounds},       {"concurrent arenas", epbuf::test_concurrent_arenas},
-      {"watcher", epbuf::test_watcher},     {"refusals", epbuf::test_refusals},
-      {"mismatch", epbuf::test_mismatch},   {"time-out", epbuf::test_timeout},
+      {"rounds", epbuf::test_rounds},     {"concurrent arenas", epbuf::test_concurrent_arenas},
+      {"watcher", epbuf::test_watcher},   {"refusals", epbuf::test_refusals},
+      {"mismatch", epbuf::test_mismatch}, {"time-out", epbuf::test_timeout},
       {"abort", epbuf::test_abort},
   };
   for (const auto& [name, run] : scenarios) {

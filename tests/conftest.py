@@ -1,0 +1,29 @@
+"""Fixtures that every test file uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pool, virtual
+
+torch.set_num_threads(1)  # ranks are threads or processes here; more would only disturb each other
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Run a rank function on 1, 2 or 4 processes: `pool.run(2, function, *args)`."""
+    pool = Pool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(params=["virtual", "processes"])
+def spread(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Run a rank function both ways: on threads of this process and on processes."""
+    if request.param == "virtual":
+        return virtual
+    runner: Pool = request.getfixturevalue("pool")
+    return runner.run

@@ -1,0 +1,165 @@
+"""Everything in graphs/ runs here, small."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import statistics
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from graphs import capture_step, train_loop  # noqa: E402
+from graphs.bench import cpu  # noqa: E402
+
+SIZES = train_loop.Sizes()
+
+
+def test_capture_step_gives_right_results_at_one_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert capture_step.main(["--replays", "4"]) == 0
+    addresses = re.findall(r"right result, at (0x[0-9a-f]+)", capsys.readouterr().out)
+    assert len(addresses) == 4
+    assert len(set(addresses)) == 1
+
+
+def test_capture_step_runs_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "graphs/capture_step.py"]
+    found = subprocess.run([*command, "--replays", "3"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("new routing, right result") == 3  # rank 0 prints; every rank compares
+
+
+def test_train_loop_holds_all_its_claims_on_four_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_loop.main(["--ranks", "4", "--steps", "24", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "FAILED" not in out
+    assert "[True, True, True, True]" in out  # the forced overflow, as all four ranks saw it
+    assert "Schedule.sequential(num_layers=2)" in out  # the plan's table
+    header = (tmp_path / "loss.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", header[16:]) == (960, 600)
+
+
+def test_train_loop_run_on_two_ranks_reports_what_happened() -> None:
+    options = train_loop.Options(ranks=(2,), num_steps=8, validate_every=4)
+    plain, run = train_loop.train_plainly(options), train_loop.train_on_ranks(2, options)
+    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(plain.losses), rtol=1e-5, atol=0)
+    assert [index for index, _ in run.validation] == [4, 8]
+    assert [loss for _, loss in run.validation] == pytest.approx([loss for _, loss in plain.validation], rel=1e-5)
+    assert run.forced_flags == run.update_skipped == [True, True]
+    assert run.num_other_overflows == run.window_allocations == 0
+    assert run.addresses_unchanged
+
+
+def good_run() -> train_loop.Run:
+    losses = [6.0 * 0.99**index for index in range(100)]
+    validation = [(50, 4.0), (100, 3.0)]
+    return train_loop.Run("test", 1024, losses, 1.0, validation, [True, True], [True, True], addresses_unchanged=True)
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "loss falls": {"losses": [6.0] * 100},
+    "first 20 losses": {"losses": [6.0 * 0.99**index * (1 + 2e-5 * (index == 19)) for index in range(100)]},
+    "last loss": {"losses": [6.0 * 0.99**index * (1 + 0.02 * (index == 99)) for index in range(100)]},
+    "validation losses": {"validation": [(50, 4.0), (100, 3.1)]},
+    "forced overflow": {"forced_flags": [True, False]},
+    "its update": {"update_skipped": [False, True]},
+    "no other step": {"num_other_overflows": 1},
+    "no window allocation": {"window_allocations": 1},
+    "addresses": {"addresses_unchanged": False},
+}
+
+
+@pytest.mark.parametrize("claim", FAULTS)
+def test_train_loop_fails_the_claim_that_does_not_hold(claim: str) -> None:
+    plain = good_run()
+    assert all(holds for _, holds, _ in train_loop.checks(good_run(), plain, 1e-5))
+    if claim == "loss falls":  # in both, so that nothing else fails
+        plain = dataclasses.replace(plain, **FAULTS[claim])
+    results = train_loop.checks(dataclasses.replace(good_run(), **FAULTS[claim]), plain, 1e-5)
+    assert [name for name, holds, _ in results if not holds] == [
+        name for name, _, _ in results if name.startswith(claim)
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_train_loop_shares_of_a_batch_make_the_global_batch(num_ranks: int) -> None:
+    training, held_out = train_loop.load_text()
+    tokens, targets = train_loop.global_batch(training, SIZES, 7)
+    shares = [train_loop.share_of((tokens, targets), rank, num_ranks, torch.device("cpu")) for rank in range(num_ranks)]
+    assert torch.equal(torch.cat([share[0] for share in shares]), tokens)
+    assert torch.equal(torch.cat([share[1] for share in shares]), targets)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert not torch.equal(tokens, train_loop.global_batch(training, SIZES, 8)[0])
+    assert bytes(tokens[0].tolist()) in bytes(training.tolist())
+    assert 8.5 < len(training) / len(held_out) < 9.5
+
+
+def make_model(local: slice) -> train_loop.LanguageModel:
+    exchanges = [train_loop.PlainExchange(SIZES.num_experts)] * SIZES.num_layers
+    return train_loop.LanguageModel(SIZES, local, exchanges, torch.float32)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_train_loop_ranks_start_from_the_weights_of_the_whole_model(num_ranks: int) -> None:
+    whole, num_local = make_model(slice(SIZES.num_experts)), SIZES.num_experts // num_ranks
+    parts = [dict(make_model(slice(r * num_local, (r + 1) * num_local)).named_parameters()) for r in range(num_ranks)]
+    dense = {id(parameter) for parameter in whole.dense_parameters()}
+    for name, parameter in whole.named_parameters():
+        if id(parameter) in dense:
+            assert all(torch.equal(part[name], parameter) for part in parts), name
+        else:
+            assert torch.equal(torch.cat([part[name] for part in parts]), parameter), name
+    assert len(dense) == len(list(whole.parameters())) - 2 * SIZES.num_layers
+
+
+def test_train_loop_plain_exchange_equals_every_expert_on_every_token() -> None:
+    moe = make_model(slice(SIZES.num_experts)).blocks[0].moe
+    x = torch.randn(50, SIZES.hidden)
+    topk_weights, topk_idx = torch.rand(50, SIZES.num_experts).topk(SIZES.num_topk)
+    y = moe.exchange(x, topk_idx, topk_weights, moe.experts)
+    by_expert = torch.stack([F.silu(x @ up) @ down for up, down in zip(moe.up, moe.down, strict=True)], dim=1)
+    weights = torch.zeros(50, SIZES.num_experts).scatter(1, topk_idx, topk_weights)
+    torch.testing.assert_close(y, (by_expert * weights.unsqueeze(-1)).sum(1), rtol=1e-5, atol=1e-6)
+
+
+def test_bench_cpu_runs_and_writes_a_dated_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--tokens", "48", "--hidden", "32", "--experts", "4", "--rounds", "4"]
+    assert cpu.main([*small, "--save", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    (path,) = tmp_path.glob("*-cpu.md")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-cpu\.md", path.name)
+    text = path.read_text()
+    assert text in out
+    assert "R=2 T=48 H=32 K=2 E=4" in text
+    assert f"python graphs/bench/cpu.py {' '.join(small)}" in text
+    rows = re.findall(r"^\| (\w+: [^|]+) \| (\d+) \| (\d+) to (\d+) \|", text, re.M)
+    assert [row[0] for row in rows[:5]] == list(cpu.STEPS)
+    assert len(rows) == 8
+    assert all(0 < int(low) <= int(median) <= int(high) for _, median, low, high in rows)
+
+
+def test_bench_cpu_table_divides_medians() -> None:
+    their_dispatch, their_combine, ours, staged, in_place = cpu.STEPS
+    times = {their_dispatch: [30.0, 10.0, 20.0], their_combine: [40.0] * 3, ours: [5.0, 4.0, 6.0]}
+    times |= {staged: [10.0, 9.0, 30.0], in_place: [8.0] * 3}
+    sums = cpu.with_sums(times)
+    assert sums["theirs: dispatch + combine"] == [70.0, 50.0, 60.0]
+    assert sums["ours: dispatch + combine, staged"] == [15.0, 13.0, 36.0]
+    assert statistics.median(sums["ours: dispatch + combine, in place"]) == 13.0
+    ratios = re.findall(r"\| ([\d.]+) \|$", cpu.table(sums), re.M)
+    assert ratios == ["4.00", "4.00", "5.00", "4.00", "4.62"]  # 20/5, 40/10, 40/8, 60/15, 60/13
+
+
+def test_bench_cpu_refuses_results_that_differ() -> None:
+    with pytest.raises(SystemExit, match="ours: dispatch"):
+        cpu.require_equal(torch.ones(2), torch.tensor([1.0, 1.0 + 2**-23]), "ours: dispatch")

@@ -1,0 +1,230 @@
+"""Windows on the host: names that vanish, permissions, killed processes, groups of every kind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pool, Ranks, raised, size_of
+from rounds import assert_same, draw_inputs
+from routings import base_config, named_case
+from torch import Tensor
+
+import epbuf
+from epbuf import _C
+from epbuf.errors import ConfigError, NativeError
+
+SHARED = Path("/dev/shm")
+MIB = 1 << 20
+
+
+def names() -> set[str]:
+    """Return the names of shared segments of this user."""
+    return {entry.name for entry in SHARED.iterdir() if entry.stat().st_uid == os.getuid()}
+
+
+def open_arena(group: Any = None, window: str = "host", **config: Any) -> epbuf.Arena:
+    return epbuf.Arena.open(epbuf.Plan.build(base_config(size_of(group), **config)), group, window=window)
+
+
+def step(arena: epbuf.Arena, rank: int) -> Tensor:
+    case = named_case("balanced", arena.plan.config.num_ranks)
+    with arena.acquire() as lease, torch.no_grad():
+        recv = epbuf.dispatch(lease, draw_inputs(case, rank, True).x, case.topk_idx[rank])
+        return epbuf.combine(lease, recv.tokens)
+
+
+def assert_right(ys: list[Tensor]) -> None:
+    case = named_case("balanced", len(ys))
+    for rank, y in enumerate(ys):
+        assert_same(y, draw_inputs(case, rank, True).x * 3, f"y of rank {rank}")
+
+
+# ---- one rank --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", ["host", "local", "auto"])
+def test_one_rank_needs_no_group(window: str) -> None:
+    """R = 1 works without a process group, in every kind of window."""
+    with open_arena(None, window) as arena:
+        assert_right([step(arena, 0)])
+
+
+def test_window_has_no_name_once_open() -> None:
+    """Names are removed before open returns, so nothing stays behind whatever happens later."""
+    before = names()
+    with open_arena() as arena:
+        assert names() <= before
+        assert_right([step(arena, 0)])
+    assert names() <= before
+
+
+def test_two_arenas_do_not_share_memory() -> None:
+    """Several arenas live in one process, each with its own window."""
+    with open_arena() as one, open_arena() as two:
+        first, second = one.acquire(), two.acquire()
+        first.recv_tokens.fill_(1)
+        second.recv_tokens.fill_(2)
+        assert bool((first.recv_tokens == 1).all())
+
+
+# ---- segments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def segment() -> Any:
+    made = _C.HostSegment.create("epbuf-test", MIB)
+    yield made
+    made.unlink()
+
+
+def test_segment_is_private_to_the_user(segment: Any) -> None:
+    """A segment has mode 0600 and belongs to its maker."""
+    found = (SHARED / segment.name.lstrip("/")).stat()
+    assert (stat.S_IMODE(found.st_mode), found.st_uid) == (0o600, os.getuid())
+
+
+def test_segment_names_are_random(segment: Any) -> None:
+    """Two segments of one prefix have different names, both under the prefix."""
+    other = _C.HostSegment.create("epbuf-test", MIB)
+    other.unlink()
+    assert segment.name != other.name
+    assert segment.name.lstrip("/").startswith("epbuf-test")
+
+
+def test_mapping_shows_the_same_bytes(segment: Any) -> None:
+    """A second mapping of a segment sees what the first one wrote, after the name is gone too."""
+    mapped = _C.HostSegment.map(segment.name, MIB)
+    segment.unlink()
+    memoryview(segment)[5] = 77
+    assert (memoryview(mapped)[5], memoryview(mapped)[6]) == (77, 0)
+    assert mapped.address != segment.address
+
+
+def test_mapping_of_another_size_is_refused(segment: Any) -> None:
+    """Mapping more bytes than the segment has would fault later, so it is refused with both sizes."""
+    with pytest.raises((NativeError, RuntimeError, OSError), match=f"(?s){2 * MIB}"):
+        _C.HostSegment.map(segment.name, 2 * MIB)
+
+
+def test_mapping_of_a_name_that_is_gone() -> None:
+    """The error names the segment."""
+    with pytest.raises((NativeError, RuntimeError, OSError), match="epbuf-gone"):
+        _C.HostSegment.map("/epbuf-gone", MIB)
+
+
+def test_sweep_spares_the_living(segment: Any) -> None:
+    """A segment whose maker lives holds its lock, and is not swept."""
+    _C.HostSegment.sweep("epbuf-test")
+    assert segment.name.lstrip("/") in names()
+
+
+def test_sweep_spares_other_prefixes() -> None:
+    """Only names under the prefix are touched."""
+    foreign = SHARED / f"other-{os.getpid()}"
+    foreign.touch(0o600)
+    try:
+        _C.HostSegment.sweep("epbuf-test")
+        assert foreign.exists()
+    finally:
+        foreign.unlink()
+
+
+def test_window_larger_than_shared_memory() -> None:
+    """A window that /dev/shm cannot hold is a NativeError with the size, and leaves no name."""
+    room = os.statvfs(SHARED)
+    nbytes = 2 * room.f_blocks * room.f_frsize
+    before = names()
+    with pytest.raises((NativeError, RuntimeError, OSError, MemoryError), match=str(nbytes)):
+        _C.HostSegment.create("epbuf-test", nbytes)
+    assert names() <= before
+
+
+# ---- killed processes ------------------------------------------------------------------------------------------------
+
+
+def _killed_in_open(rank: int, group: Any) -> None:
+    def die(*args: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _C.HostSegment.unlink = die  # type: ignore[method-assign]
+    open_arena(group)
+
+
+def test_process_killed_in_open_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    """A process killed between making its segment and removing the name: the next open removes it."""
+    before = names()
+    with Ranks(1, tmp_path) as ranks:
+        assert [result.died for result in ranks.outcomes(1, _killed_in_open)] == [True]
+    left = names() - before
+    assert len(left) == 1, "the process did not die where it should"
+    with open_arena():
+        assert not left & names()
+
+
+def _killed_after_open(rank: int, group: Any) -> None:
+    open_arena(group)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_killed_after_open_leave_nothing(tmp_path: Path) -> None:
+    """Processes killed while they use an arena leave no name in /dev/shm."""
+    before = names()
+    with Ranks(2, tmp_path) as ranks:
+        assert [result.died for result in ranks.outcomes(2, _killed_after_open)] == [True, True]
+    assert names() <= before
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def _over_process_group(rank: int, group: Any) -> tuple[set[str], Tensor]:
+    before = names()
+    with open_arena(group) as arena:
+        return names() - before, step(arena, rank)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_processes_share_windows(num_ranks: int, pool: Pool) -> None:
+    """Processes of one group map each other's windows; their names are gone when open returns."""
+    results = pool.run(num_ranks, _over_process_group)
+    assert [left for left, _ in results] == [set()] * num_ranks
+    assert_right([y for _, y in results])
+
+
+def _over_mesh(rank: int, group: Any, dimensions: int) -> Tensor | str:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if dimensions == 1:
+        mesh = init_device_mesh("cpu", (4,))
+        with epbuf.Arena.open(epbuf.Plan.build(base_config(4)), mesh) as arena:
+            return step(arena, rank)
+    mesh = init_device_mesh("cpu", (2, 2))
+    return raised(ConfigError, lambda: epbuf.Arena.open(epbuf.Plan.build(base_config(4)), mesh))
+
+
+def test_device_mesh(pool: Pool) -> None:
+    """A one-dimensional DeviceMesh is a group."""
+    assert_right(pool.run(4, _over_mesh, 1))
+
+
+def test_device_mesh_of_two_dimensions(pool: Pool) -> None:
+    """A mesh of two dimensions is refused, with the number and the remedy."""
+    for message in pool.run(4, _over_mesh, 2):
+        assert "2 dimensions" in message and "mesh[" in message
+
+
+def _two_at_once(rank: int, group: Any) -> list[Tensor]:
+    with open_arena(group) as one, open_arena(group) as two:
+        return [step(one, rank), step(two, rank), step(one, rank)]
+
+
+def test_two_arenas_over_one_group(pool: Pool) -> None:
+    """Arenas of one group work side by side."""
+    for ys in zip(*pool.run(2, _two_at_once), strict=True):
+        assert_right(list(ys))
