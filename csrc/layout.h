@@ -327,6 +327,7 @@ struct RouteExchangeKernel {
   std::uint64_t frame_counters;  // FrameCounters
   std::uint64_t ack_use;         // uint32: the use whose ACK is awaited; 0: none
   std::uint64_t offs, counts, overflow;
+  std::uint64_t slot_map;  // int64 [T, K]: out, when few tokens make the other two kernels unnecessary
   std::int64_t count_cells, arrived_cells, ack_cells;
   std::int64_t capacity_rows;
   std::int32_t num_experts, num_local_experts, expert_alignment, chunk_tokens;

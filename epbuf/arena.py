@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -62,7 +63,7 @@ class Arena:
         self._num_own_refusals = 0
         self._group = group
         self._regions = _make_regions(plan, window)
-        self._views: dict[int, torch.Tensor] = {}
+        self._views: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
         self._lifetimes = {region.name: region.lifetime for region in plan.regions}
         self._base = window.peers[group.rank]
         self._closed = False
@@ -116,9 +117,11 @@ class Arena:
         self.require_open(name)
         return self._regions[name][index]
 
-    def lasting_view(self, region: torch.Tensor) -> torch.Tensor:
-        """Return the detached view of a region's tensor that this arena keeps as long as itself."""
-        return self._views.setdefault(region.data_ptr(), region.detach())
+    def lasting(self, key: tuple[str, int], make: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        """Return views of regions that were made once and are kept as long as the arena."""
+        if key not in self._views:
+            self._views[key] = make()
+        return self._views[key]
 
     def lifetime(self, name: str) -> str:
         """Return the lifetime word of a region; KeyError if the plan has none of that name."""
@@ -150,15 +153,19 @@ class Arena:
         Raises:
             NativeError: none: a compiler handed the op a copy.
         """
-        where = tensor.data_ptr()
         for index in range(len(self._regions[name])):
-            if self.address(name, index) == where:
+            if self.address(name, index) == tensor.data_ptr():
                 return index
-        raise NativeError(
-            f"region {name} arrived as a copy at {where:#x}, not as the window's own memory: a compiler functionalised "
-            "the op and needs the region's older value. Do not read regions of a lease before dispatch in compiled "
-            'code, do not return them from it, and use backend="inductor" or eager for this function'
-        )
+        raise _copied(name, tensor)
+
+    def expect(self, name: str, index: int, tensor: torch.Tensor) -> None:
+        """Check that a tensor is a region, at the address that the plan gives it.
+
+        Raises:
+            NativeError: a compiler handed the op a copy.
+        """
+        if self.address(name, index) != tensor.data_ptr():
+            raise _copied(name, tensor)
 
     # ---- health -------------------------------------------------------------------------------------------------
 
@@ -319,6 +326,16 @@ class Arena:
             packed = op << 28 | frame << 14 | workspace
             lines.append(f"rank {peer}: call {call}, {describe_progress(packed) if call else 'none yet'}")
         return lines
+
+
+def _copied(name: str, tensor: torch.Tensor) -> NativeError:
+    error = NativeError(
+        f"region {name} arrived as a copy at {tensor.data_ptr():#x}, not as the window's own memory: a compiler "
+        "functionalised the op and needs the region's older value. Do not read regions of a lease before dispatch in "
+        'compiled code, do not return them from it, and use backend="inductor" or eager for this function'
+    )
+    error.refusal = int(_C.Refusal.COPIED_REGION)
+    return error
 
 
 def arena_of(handle: int) -> Arena:

@@ -113,18 +113,18 @@ def dispatch(
     _refuse(lease, ops.refuse_dispatch, lambda: check_places(arena, needed, optional))
     tokens, weights, ticket = _apply(_Dispatch, arena.anchor, x, topk_weights, topk_idx, num_tokens, x_scales, lease)
     lease.ticket, lease.num_tokens = ticket, x.shape[0]
-    counts, num_local = arena.region("counts", frame).detach(), arena.plan.num_local_experts
+    offs, per_expert, valid_per_expert, total, overflow = _routing_views(arena, frame)
     return Received(
         tokens=tokens,
         scales=None,
         row_scales=None,
         carrier=tokens,
         topk_weights=weights,
-        offs=arena.region("offs", frame).detach(),
-        tokens_per_expert=counts[:num_local],
-        valid_tokens_per_expert=counts[num_local : 2 * num_local],
-        total_recv_tokens=counts[2 * num_local :],
-        overflow=arena.region("overflow", frame).detach(),
+        offs=offs,
+        tokens_per_expert=per_expert,
+        valid_tokens_per_expert=valid_per_expert,
+        total_recv_tokens=total,
+        overflow=overflow,
         ticket=ticket,
     )
 
@@ -181,7 +181,7 @@ class _Dispatch(torch.autograd.Function):
             arena.order, arena.region("offs", frame), arena.region("counts", frame), arena.region("overflow", frame),
             lease.token, topk_idx, num_tokens, x_data, x_scales, weights,
         )  # fmt: skip
-        recv_tokens, recv_weights = arena.region("recv_tokens", frame), arena.region("recv_topk_weights", frame)
+        recv_tokens, recv_weights = _recv_tokens(arena, frame), arena.region("recv_topk_weights", frame)
         torch.ops.epbuf.dispatch(arena.order, recv_tokens, recv_weights, ticket, x_data, x_scales, weights)
         ctx.save_for_backward(ticket)
         ctx.arena, ctx.num_tokens = arena, x.shape[0]
@@ -255,6 +255,28 @@ def _refuse(lease: Lease, complete_round: Any, check: Callable[[], None]) -> Non
         complete_round(lease, attempt)
 
 
+def _routing_views(arena: Arena, frame: int) -> tuple[torch.Tensor, ...]:
+    """Return offs, both counts per expert, the total and the overflow flag; views that last as long as the arena."""
+    if torch.compiler.is_compiling():
+        return _make_routing_views(arena, frame)
+    return arena.lasting(("routing", frame), lambda: _make_routing_views(arena, frame))
+
+
+def _make_routing_views(arena: Arena, frame: int) -> tuple[torch.Tensor, ...]:
+    counts, num_local = arena.region("counts", frame).detach(), arena.plan.num_local_experts
+    per_expert, valid_per_expert = counts[:num_local], counts[num_local : 2 * num_local]
+    offs, overflow = arena.region("offs", frame).detach(), arena.region("overflow", frame).detach()
+    return offs, per_expert, valid_per_expert, counts[2 * num_local :], overflow
+
+
+def _recv_tokens(arena: Arena, frame: int) -> torch.Tensor:
+    """Return the region that this dispatch fills: the frame's, or that of the workspace that route has claimed."""
+    if arena.lifetime("recv_tokens") == "frame":
+        return arena.region("recv_tokens", frame)
+    workspace = 0 if torch.compiler.is_compiling() else arena.book.workspace(frame, "forward") or 0
+    return arena.region("recv_tokens", workspace)
+
+
 def _require_backward(arena: Arena) -> None:
     if arena.plan.config.inference_only:
         raise ConfigError(
@@ -301,10 +323,14 @@ def _first_rows(arena: Arena, ticket: torch.Tensor, region: torch.Tensor, num_ro
     The view is one that the arena keeps: autograd copies a gradient that others refer to before it becomes a `.grad`.
     """
     if num_rows == arena.plan.capacity_rows:
-        return region.detach() if torch.compiler.is_compiling() else arena.lasting_view(region)
+        return region.detach() if torch.compiler.is_compiling() else _lasting_view(arena, region)
     offs = arena.region("offs", ops.state_of(ticket)[1].frame)
     tail = torch.arange(num_rows, device=region.device) >= offs[-1]
     return region[:num_rows].masked_fill(tail.view(-1, *[1] * (region.ndim - 1)), 0)
+
+
+def _lasting_view(arena: Arena, region: torch.Tensor) -> torch.Tensor:
+    return arena.lasting(("view", region.data_ptr()), lambda: (region.detach(),))[0]
 
 
 def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:

@@ -42,9 +42,11 @@ def check_places(arena: Arena, needed: Mapping[str, object], optional: Mapping[s
 
     These cannot wait for the op: its schema takes tensors only, and a meta tensor would never reach our kernel.
     """
-    for name, value in (*needed.items(), *((n, v) for n, v in optional.items() if v is not None)):
+    for name, value in (*needed.items(), *optional.items()):
+        if value is None and name in optional:
+            continue
         tensor = _tensor(name, value)
-        if tensor.device.type != arena.device.type or (tensor.device.index or 0) != (arena.device.index or 0):
+        if tensor.device != arena.device:
             refuse(
                 _C.Refusal.DEVICE,
                 ConfigError(f"{name} is on {tensor.device} and the arena on {arena.device}; move it with .to(device)"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -403,11 +402,16 @@ class LeaseBook:
         )
 
 
-class _TicketBytes(ctypes.Array[ctypes.c_uint8]):
+class _TicketBytes(ctypes.Array[ctypes.c_uint64]):
     """The 8 bytes of a ticket tensor. Their death ends the claim."""
 
-    _type_ = ctypes.c_uint8
-    _length_ = 8
+    _type_ = ctypes.c_uint64
+    _length_ = 1
+    book: LeaseBook
+    serial: int
+
+    def __del__(self) -> None:
+        self.book.end_later(self.serial)
 
 
 def make_ticket_tensor(book: LeaseBook, serial: int) -> torch.Tensor:
@@ -415,15 +419,14 @@ def make_ticket_tensor(book: LeaseBook, serial: int) -> torch.Tensor:
 
     Shapes: [8] uint8 cpu: arena handle and serial, 32 bits each.
     """
-    claim = _TicketBytes.from_buffer_copy((serial << 32 | book.handle).to_bytes(8, sys.byteorder))
-    finalizer = weakref.finalize(claim, book.end_later, serial)
-    finalizer.atexit = False
+    claim = _TicketBytes(serial << 32 | book.handle)
+    claim.book, claim.serial = book, serial
     return torch.frombuffer(claim, dtype=torch.uint8)
 
 
 def read_ticket(ticket: torch.Tensor) -> tuple[int, int]:
     """Return (arena handle, serial) from a ticket tensor."""
-    word = int(ticket.view(torch.int64).item()) & 0xFFFFFFFFFFFFFFFF
+    word = ctypes.c_uint64.from_address(ticket.data_ptr()).value
     return word & 0xFFFFFFFF, word >> 32
 
 
@@ -438,9 +441,11 @@ class Lease:
     Attributes:
         frame: index of the frame.
         arena: the arena it belongs to.
+        released: whether this claim has ended; what autograd or a `Received` keeps may still live.
     """
 
     def __init__(self, arena: Regions, book: LeaseBook, frame: int | None) -> None:
+        self.released = True  # until acquire() succeeds
         self.where = caller()
         self.frame, self.serial = book.acquire(frame, self.where)
         self.arena = arena
@@ -448,8 +453,7 @@ class Lease:
         self.token = torch.tensor([book.handle, self.frame, self.serial], dtype=torch.int64)
         self.ticket: torch.Tensor | None = None
         self.num_tokens = 0
-        self._finalizer = weakref.finalize(self, book.end_later, self.serial)
-        self._finalizer.atexit = False
+        self.released = False
 
     def release(self) -> None:
         """End this claim. What autograd or a `Received` keeps stays claimed until they are gone.
@@ -457,19 +461,18 @@ class Lease:
         Raises:
             LeaseError: released before.
         """
-        if not self._finalizer.alive:
+        if self.released:
             raise LeaseError(
                 f"release() was called twice on the lease of frame {self.frame} acquired at {self.where}; "
                 "a lease ends once: by release(), by leaving its with block, or by its death"
             )
-        self._finalizer.detach()
+        self.released = True
         self.ticket = None
         self.book.end(self.serial)
 
-    @property
-    def released(self) -> bool:
-        """Tell whether this claim has ended."""
-        return not self._finalizer.alive
+    def __del__(self) -> None:
+        if not self.released:
+            self.book.end_later(self.serial)
 
     def __enter__(self) -> Lease:
         return self
@@ -477,7 +480,7 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._finalizer.alive:
+        if not self.released:
             self.release()
 
     def __getattr__(self, name: str) -> torch.Tensor:

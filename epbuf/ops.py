@@ -121,7 +121,7 @@ def route(
         check_topk_weights(arena, topk_weights, rows.shape[0])
         check_live_tokens(arena, num_tokens)
         for name, region in (("offs", offs), ("counts", counts), ("overflow", overflow)):
-            arena.index_at(name, region)
+            arena.expect(name, frame, region)
         workspace = _claim(arena, frame, "forward")
 
     refusal = attempt.run(check)
@@ -149,13 +149,15 @@ def dispatch(
     arena, state = state_of(ticket)
     book, attempt = arena.book, Attempt()
 
-    def check() -> None:
-        arena.index_at("recv_tokens", recv_tokens)
-        arena.index_at("recv_topk_weights", recv_topk_weights)
-
-    attempt.run(check)
     workspace = book.workspace(state.frame, "forward")
     assert workspace is not None, "route claims the workspace and only combine ends it"
+
+    def check() -> None:
+        in_frame = arena.lifetime("recv_tokens") == "frame"
+        arena.expect("recv_tokens", state.frame if in_frame else workspace, recv_tokens)
+        arena.expect("recv_topk_weights", state.frame, recv_topk_weights)
+
+    attempt.run(check)
     book.touch(state.frame, state.recorded_in)
     outcome = arena.engine.dispatch(Place(state.frame, workspace), x, topk_weights)
     increment_version((recv_tokens, recv_topk_weights))

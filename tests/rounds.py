@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,10 +27,12 @@ JUNK = -7  # poison of integer regions
 class Inputs:
     """What one rank feeds into a round.
 
-    Shapes: x, dy [T_r, H] token dtype; topk_weights [T_r, K] f32; expert_out, grad_recv_tokens [C, H] token dtype;
-        grad_recv_topk_weights [C] f32.
+    Shapes: topk_idx [T_r, K]; num_tokens [1] or None; x, dy [T_r, H] token dtype; topk_weights [T_r, K] f32;
+        expert_out, grad_recv_tokens [C, H] token dtype; grad_recv_topk_weights [C] f32.
     """
 
+    topk_idx: Tensor
+    num_tokens: Tensor | None
     x: Tensor
     topk_weights: Tensor
     expert_out: Tensor
@@ -37,9 +40,16 @@ class Inputs:
     grad_recv_tokens: Tensor
     grad_recv_topk_weights: Tensor
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Inputs:
+        """Return what `function` makes of every tensor."""
+        return Inputs(**{name: None if value is None else function(value) for name, value in vars(self).items()})
 
-def draw_inputs(case: Case, rank: int, whole: bool) -> Inputs:
-    """Draw the inputs of one rank: normal, or small whole numbers whose sums are exact in every dtype."""
+
+def draw_inputs(case: Case, rank: int, whole: bool, device: str = "cpu") -> Inputs:
+    """Draw the inputs of one rank: normal, or small whole numbers whose sums are exact in every dtype.
+
+    They are drawn on CPU, so that every device sees the same.
+    """
     generator = torch.Generator().manual_seed(case.seed + 1000 * rank)
     dtype = DTYPES[case.config.token_dtype]
     num_tokens, rows = len(case.topk_idx[rank]), epbuf.Plan.build(case.config).capacity_rows
@@ -50,33 +60,37 @@ def draw_inputs(case: Case, rank: int, whole: bool) -> Inputs:
         return torch.randn(shape, generator=generator).to(dtype)
 
     return Inputs(
+        topk_idx=case.topk_idx[rank],
+        num_tokens=case.live_tokens(rank),
         x=draw(num_tokens, case.config.hidden),
         topk_weights=draw(num_tokens, case.config.num_topk, dtype=torch.float32),
         expert_out=draw(rows, case.config.hidden),
         dy=draw(num_tokens, case.config.hidden),
         grad_recv_tokens=draw(rows, case.config.hidden),
         grad_recv_topk_weights=draw(rows, dtype=torch.float32),
-    )
+    ).map(lambda tensor: tensor.to(device))
 
 
 def play(rank: int, group: Any, case: Case, weighted: bool, whole: bool) -> dict[str, Tensor]:
     """Open an arena, run two rounds of a case over poison, and return copies of everything the second one gave."""
     inputs = draw_inputs(case, rank, whole)
     with epbuf.Arena.open(epbuf.Plan.build(case.config), group) as arena:
-        play_round(arena, case, rank, inputs, weighted)
-        return play_round(arena, case, rank, inputs, weighted)
+        play_round(arena, inputs, weighted)
+        return play_round(arena, inputs, weighted)
 
 
-def play_round(arena: epbuf.Arena, case: Case, rank: int, inputs: Inputs, weighted: bool) -> dict[str, Tensor]:
-    """Run one round; poison each region before the op that writes it, and what backward leaves behind."""
+def play_round(arena: epbuf.Arena, inputs: Inputs, weighted: bool) -> dict[str, Tensor]:
+    """Run one round; poison each region before the op that writes it, and what backward leaves behind.
+
+    Reads nothing on the host, so that it can be captured.
+    """
     x, topk_weights = inputs.x.clone().requires_grad_(), inputs.topk_weights.clone().requires_grad_()
     with arena.acquire() as lease:
         poison_frame(lease)
-        recv = epbuf.dispatch(lease, x, case.topk_idx[rank], topk_weights, num_tokens=case.live_tokens(rank))
+        recv = epbuf.dispatch(lease, x, inputs.topk_idx, topk_weights, num_tokens=inputs.num_tokens)
         got = received(lease, recv, len(x))
-        end = int(recv.offs[-1])
         lease.expert_out.fill_(NAN)
-        expert_out = _poison_tail(inputs.expert_out, end).requires_grad_()
+        expert_out = _poison_tail(inputs.expert_out, recv.offs).requires_grad_()
         y = epbuf.combine(lease, expert_out, topk_weights=recv.topk_weights if weighted else None)
         wanted = [expert_out, recv.topk_weights] if weighted else [expert_out]
         grads = torch.autograd.grad(y, wanted, inputs.dy)
@@ -86,8 +100,8 @@ def play_round(arena: epbuf.Arena, case: Case, rank: int, inputs: Inputs, weight
         for region in (grads[0], lease.grad_recv_tokens, lease.grad_recv_topk_weights):
             region.fill_(NAN)
         grad_recv = (
-            _poison_tail(inputs.grad_recv_tokens, end),
-            _poison_tail(inputs.grad_recv_topk_weights, end),
+            _poison_tail(inputs.grad_recv_tokens, recv.offs),
+            _poison_tail(inputs.grad_recv_topk_weights, recv.offs),
         )
         dx, dw = torch.autograd.grad([recv.tokens, recv.topk_weights], [x, topk_weights], grad_recv)
         return got | {"dx": dx.clone(), "dw": dw.clone()}
@@ -168,7 +182,14 @@ def assert_rows_same(actual: Tensor, wanted: Tensor, num_rows: int, what: str) -
     assert_same(actual[:num_rows], wanted[:num_rows], what)
 
 
-def _poison_tail(rows: Tensor, end: int) -> Tensor:
-    rows = rows.clone()
-    rows[end:] = NAN
-    return rows
+def assert_round(got: dict[str, Tensor], want: dict[str, Tensor], what: str, but: tuple[str, ...] = ()) -> None:
+    """Compare everything that a round gave on one rank, whatever device it lies on; garbage rows may be anything."""
+    end = int(want["offs"][-1])
+    for name in (name for name in want if name not in but):
+        rows = slice(end if name in ("grad_expert_out", "grad_weights") else None)
+        assert_same(got[name].cpu()[rows], want[name][rows], f"{name} of {what}")
+
+
+def _poison_tail(rows: Tensor, offs: Tensor) -> Tensor:
+    tail = torch.arange(len(rows), device=rows.device) >= offs[-1]
+    return rows.masked_fill(tail.view(-1, *[1] * (rows.ndim - 1)), NAN)

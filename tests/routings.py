@@ -41,10 +41,12 @@ class Case:
 Ids = Callable[[EpConfig, torch.Generator], Sequence[Tensor]]
 
 
-def named_case(routing: str, num_ranks: int, alignment: int = 1, token_dtype: str = "bf16") -> Case:
+def named_case(
+    routing: str, num_ranks: int, alignment: int = 1, token_dtype: str = "bf16", **changes: object
+) -> Case:
     """Build the case of a named routing."""
     name = f"{routing}-R{num_ranks}-A{alignment}-{token_dtype}"
-    config = base_config(num_ranks, expert_alignment=alignment, token_dtype=token_dtype)
+    config = base_config(num_ranks, expert_alignment=alignment, token_dtype=token_dtype, **changes)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     topk_idx = list(NAMED[routing](config, generator))
     if routing in CAPACITY_OFFSETS:
@@ -68,6 +70,22 @@ def shape_case(shape: str, num_ranks: int) -> Case:
     config = base_config(num_ranks, **SHAPES[shape](num_ranks))
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return Case(name, config, _distinct(config, generator), [None] * num_ranks)
+
+
+def padded_case(case: Case) -> Case:
+    """Return the routing as a captured step takes it: max_tokens_per_rank tokens, of which `num_tokens` are live.
+
+    The others hold ids that must not count.
+    """
+    config = case.config
+    generator = torch.Generator().manual_seed(case.seed)
+    topk_idx, live = [], []
+    for ids, limit in zip(case.topk_idx, case.num_tokens, strict=True):
+        rest = config.max_tokens_per_rank - len(ids)
+        extra = torch.randint(0, config.num_experts, (rest, config.num_topk), generator=generator, dtype=ids.dtype)
+        topk_idx.append(torch.cat([ids, extra]))
+        live.append(len(ids) if limit is None else limit)
+    return Case(f"{case.name}-padded", config, topk_idx, live, case.num_tokens_dtype)
 
 
 def random_case(seed: int) -> Case:

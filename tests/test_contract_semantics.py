@@ -577,7 +577,7 @@ def _found_inf(rank: int, group: Any, routing: str) -> tuple[float, Tensor]:
 
 @pytest.mark.parametrize("routing", ["exactly_at_capacity", "one_row_over"])
 def test_overflow_skips_an_optimiser_step(routing: str) -> None:
-    """Rule 10: recv.overflow (squeezed) serves as found_inf: the update is skipped on all ranks when any rank overflowed."""
+    """Rule 10: recv.overflow serves as found_inf: the update is skipped on all ranks when any overflowed."""
     over = routing == "one_row_over"
     for flag, parameter in virtual(2, _found_inf, routing):
         assert flag == over
@@ -638,6 +638,26 @@ def test_gradient_of_a_plain_sum() -> None:
         x = draw_inputs(case, rank, True).x
         assert_same(dx, torch.full_like(x, 3), "dx")
         assert_same(dw, x.float().sum(1, keepdim=True).expand(12, 3), "dw")
+
+
+def _expanded_row_gradients(rank: int, group: Any) -> tuple[Tensor, Tensor]:
+    case = named_case("balanced", 2)
+    x, weights = draw_inputs(case, rank, True).x.clone().requires_grad_(), torch.ones(12, 3, requires_grad=True)
+    with epbuf.Arena.open(epbuf.Plan.build(case.config), group) as arena, arena.acquire() as lease:
+        recv = epbuf.dispatch(lease, x, case.topk_idx[rank], weights)
+        grads = (
+            torch.full((1, 1), 2.0, dtype=x.dtype).expand(recv.tokens.shape),
+            torch.full((1,), 5.0).expand(len(recv.tokens)),
+        )
+        dx, dw = torch.autograd.grad([recv.tokens, recv.topk_weights], [x, weights], grads)
+        return dx, dw
+
+
+def test_gradient_of_a_sum_over_received_rows() -> None:
+    """Rule 11: the gradients that reach dispatch backward may have zero strides as well."""
+    for dx, dw in virtual(2, _expanded_row_gradients):
+        assert_same(dx, torch.full_like(dx, 6), "dx")
+        assert_same(dw, torch.full_like(dw, 5), "dw")
 
 
 def _far_rows(rank: int, group: Any) -> tuple[float, float]:

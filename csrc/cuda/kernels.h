@@ -11,6 +11,11 @@ namespace epbuf::cuda {
 void launch_route_count(const RouteCountKernel& kernel, const Target& target);
 void launch_route_exchange(const RouteExchangeKernel& kernel, const Target& target);
 void launch_route_slots(const RouteSlotsKernel& kernel, const Target& target);
+
+// All of route in one launch, for few tokens.
+bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts, std::int32_t chunk_tokens);
+void launch_route_fused(const RouteExchangeKernel& kernel, const Target& target);
+
 void launch_signal(const SignalKernel& kernel, const Target& target);
 void launch_abort(const AbortKernel& kernel, const Target& target);
 void launch_push(const PushKernel& kernel, std::int64_t max_padding_rows, const Target& target);

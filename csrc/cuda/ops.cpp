@@ -79,6 +79,7 @@ RouteExchangeKernel exchange_kernel(const CudaContext& context, const RouteCall&
   k.offs = context.own(frame.offs);
   k.counts = context.own(frame.counts);
   k.overflow = context.own(frame.overflow);
+  k.slot_map = context.own(frame.slot_map);
   k.count_cells = frame.count_cells;
   k.arrived_cells = frame.arrived_cells;
   k.capacity_rows = g.capacity_rows;
@@ -200,11 +201,14 @@ void issue_route(const CudaContext& context, const RouteCall& call, Phases phase
   const bool refuses = call.refusal != kRefusalNone;
   EPBUF_CHECK(refuses || call.workspace >= 0, "route without a workspace and without a refusal");
   if (!refuses) context.check_num_tokens(call.num_tokens);
+  const Target target = context.target(call.stream);
   RouteExchangeKernel exchange = exchange_kernel(context, call);
   exchange.steps = steps_of(phases, kRoutePublish, kRouteAwait, kRouteAwaitRefused);
-  if ((phases & 1) && !refuses) launch_route_count(count_kernel(context, call), context.target(call.stream));
-  launch_route_exchange(exchange, context.target(call.stream));
-  if ((phases & 2) && !refuses) launch_route_slots(slots_kernel(context, call), context.target(call.stream));
+  const bool is_small = fits_fused_route(exchange.ids, exchange.num_experts, exchange.chunk_tokens);
+  if (phases == kAllPhases && !refuses && is_small) return launch_route_fused(exchange, target);
+  if ((phases & 1) && !refuses) launch_route_count(count_kernel(context, call), target);
+  launch_route_exchange(exchange, target);
+  if ((phases & 2) && !refuses) launch_route_slots(slots_kernel(context, call), target);
 }
 
 // Phases: push, publish ARRIVED; await it. ARRIVED carries the refusal of a rank that found its rows unusable only now.

@@ -13,6 +13,8 @@ constexpr std::uint32_t kSlotsThreads = 128;
 constexpr std::uint32_t kNoExpert = 0xFFFFFFFF;
 constexpr std::uint32_t kBlocksPerSm = 8;
 constexpr std::int32_t kBatch = 8;  // loads in flight per thread
+constexpr std::int32_t kMaxFusedChunks = 4;
+constexpr std::size_t kMaxFusedBytes = 65536;
 constexpr std::size_t kStaticSharedBytes = 512;  // the exchange's, at most
 
 // ---- ids --------------------------------------------------------------------------------------------------------
@@ -28,6 +30,15 @@ __device__ std::int64_t load_id(const KernelIds& ids, std::int64_t token, std::i
   const std::int64_t index = token * ids.row_stride + k;
   return ids.topk_idx_bytes == 8 ? at<const std::int64_t>(ids.topk_idx)[index]
                                  : at<const std::int32_t>(ids.topk_idx)[index];
+}
+
+// What slots are taken for: the expert, or kNoExpert. Notes ids >= E in `bad_ids` unless that is null.
+__device__ std::uint32_t key_of(std::int64_t id, std::int32_t num_experts, std::int64_t slot, std::uint64_t bad_ids) {
+  if (id >= num_experts && bad_ids != 0) {
+    atomicAdd(at<unsigned long long>(bad_ids), 1ull);
+    atomicMin(at<unsigned long long>(bad_ids) + 1, static_cast<unsigned long long>(slot));
+  }
+  return id >= 0 && id < num_experts ? static_cast<std::uint32_t>(id) : kNoExpert;
 }
 
 // Tokens of a chunk: [first, first + num), and how many of them are live.
@@ -53,12 +64,8 @@ __device__ void count_chunk(const RouteCountKernel& k, std::int32_t chunk_idx, s
     const std::int64_t token = chunk.first + i / k.ids.num_topk;
     const std::int32_t topk = i % k.ids.num_topk;
     const std::int64_t id = load_id(k.ids, token, topk);
-    if (id >= 0 && id < k.num_experts) atomicAdd(&histogram[id], 1u);
-    if (id >= k.num_experts) {
-      auto* bad_ids = at<unsigned long long>(k.bad_ids);
-      atomicAdd(bad_ids, 1ull);
-      atomicMin(bad_ids + 1, static_cast<unsigned long long>(token * k.ids.num_topk + topk));
-    }
+    const std::uint32_t key = key_of(id, k.num_experts, token * k.ids.num_topk + topk, k.bad_ids);
+    if (key != kNoExpert) atomicAdd(&histogram[key], 1u);
   }
 }
 
@@ -86,20 +93,31 @@ __global__ void __launch_bounds__(kCountThreads) route_count_kernel(const __grid
 
 // ---- the exchange -----------------------------------------------------------------------------------------------
 
-// Shared memory of the exchange: prefix int64 [E + 1], words uint32 [max(E, threads)], columns uint32 [E + header].
+// Shared memory of the exchange. The last three are there when it does the work of the other two kernels as well.
 struct ExchangeShared {
-  std::int64_t* prefix;    // padded rows of the experts before
-  std::uint32_t* words;    // partial sums of chunk groups, then rows of each expert from all ranks
-  std::uint32_t* columns;  // what this rank publishes
+  std::int64_t* prefix;    // [E + 1] padded rows of the experts before
+  std::int64_t* next;      // [chunks, E] the row that the chunk's next token for an expert takes
+  std::uint32_t* words;    // [max(E, threads)] partial sums of chunk groups, then rows of each expert from all ranks
+  std::uint32_t* columns;  // [E + header] what this rank publishes
+  std::uint32_t* counts;   // [chunks, E]
+  std::uint32_t* keys;     // [T, K]
 };
 
 __host__ __device__ std::int64_t max_words(std::int64_t num_experts) {
   return num_experts > kExchangeThreads ? num_experts : kExchangeThreads;
 }
 
-__device__ ExchangeShared carve(std::int64_t* shared, std::int32_t num_experts) {
-  auto* words = reinterpret_cast<std::uint32_t*>(shared + num_experts + 1);
-  return {shared, words, words + max_words(num_experts)};
+template <bool kFused>
+__device__ ExchangeShared carve(std::int64_t* shared, const RouteExchangeKernel& k) {
+  const std::int64_t num_counts = kFused ? num_chunks_of(k.ids, k.chunk_tokens) * k.num_experts : 0;
+  ExchangeShared memory;
+  memory.prefix = shared;
+  memory.next = memory.prefix + k.num_experts + 1;
+  memory.words = reinterpret_cast<std::uint32_t*>(memory.next + num_counts);
+  memory.columns = memory.words + max_words(k.num_experts);
+  memory.counts = memory.columns + k.num_experts + kCountHeader;
+  memory.keys = memory.counts + num_counts;
+  return memory;
 }
 
 // The chunks are split into groups so that all threads load: thread i sums expert i % E over group i / E.
@@ -123,6 +141,20 @@ __device__ void sum_groups(const RouteExchangeKernel& k, const ChunkGroups& grou
 #pragma unroll 8
     for (std::int64_t c = groups.begin(group); c < groups.end(group); ++c) sum += counts[c * k.num_experts];
     partial[i] = sum;
+  }
+}
+
+// Few tokens: the ids of all of them and the counts of all chunks, into shared memory.
+__device__ void count_all(const RouteExchangeKernel& k, const ExchangeShared& memory) {
+  const std::int32_t num_counts = num_chunks_of(k.ids, k.chunk_tokens) * k.num_experts;
+  for (std::int32_t i = threadIdx.x; i < num_counts; i += blockDim.x) memory.counts[i] = 0;
+  __syncthreads();
+  const std::int32_t num_live_slots = num_live(k.ids) * k.ids.num_topk;
+  for (std::int32_t i = threadIdx.x; i < num_live_slots; i += blockDim.x) {
+    const std::int32_t token = i / k.ids.num_topk;
+    const std::uint32_t key = key_of(load_id(k.ids, token, i % k.ids.num_topk), k.num_experts, i, k.bad_ids);
+    memory.keys[i] = key;
+    if (key != kNoExpert) atomicAdd(&memory.counts[token / k.chunk_tokens * k.num_experts + key], 1u);
   }
 }
 
@@ -154,6 +186,16 @@ __device__ void publish_counts(const RouteExchangeKernel& k, std::uint32_t round
     const std::int32_t column = i % width;
     Cell* row = at<Cell>(window_of(k.call, peer), k.count_cells) + static_cast<std::int64_t>(k.call.rank) * width;
     store_fenced_system(row + column, {round, columns[column]});
+  }
+}
+
+// This rank's rows for every expert: the sum of `num` partial counts.
+__device__ void sum_columns(const RouteExchangeKernel& k, const std::uint32_t* partial, std::int32_t num,
+                            std::uint32_t* columns) {
+  for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
+    std::uint32_t count = 0;
+    for (std::int32_t i = 0; i < num; ++i) count += partial[i * k.num_experts + e];
+    columns[e] = count;
   }
 }
 
@@ -340,74 +382,12 @@ __device__ void write_demand(const RouteExchangeKernel& k, const std::int64_t* p
   if (largest > k.capacity_rows) record_overflow(k.call, largest, largest_rank);
 }
 
-// Shapes: one block. route_scratch [chunks, E] int32: counts in, prefixes over the chunks out; count_cells [R, E + 8]
-// of every rank; route_base [E] int64, offs [L] int32, counts [2 L + 1] int64, overflow [1] float32: out.
-//
-// Example, R = 2, E = 4 (L = 2), A = 4, C = 12; rank 0 counts {3, 1, 0, 5}, rank 1 {2, 0, 0, 2}. Rows of the experts:
-// {5, 1, 0, 7}, padded {8, 4, 0, 8}. On rank 1: route_base = {3, 9, 0, 5} (rank 0's rows come first in each zone),
-// zones 2 and 3 are rows [0, 0) and [0, 8): offs = {0, 8}, counts = {0, 8, 0, 7, 8}. Demands are 12 and 8: overflow 0.
-__global__ void __launch_bounds__(kExchangeThreads, 2) route_exchange_kernel(const __grid_constant__ RouteExchangeKernel k) {
-  extern __shared__ std::int64_t shared[];
-  __shared__ Verdict verdict;
-  const ExchangeShared memory = carve(shared, k.num_experts);
-  auto* round_word = &at<FrameCounters>(k.frame_counters)->round;
-  auto* mark = at<std::uint32_t>(k.call.refused);
-  if (block_skips(k.call)) return;
-
-  const std::uint32_t number = (k.steps & kRoutePublish) ? begin_call(k.call) : current_call(k.call);
-  const std::uint32_t round = *round_word + ((k.steps & kRoutePublish) ? 1 : 0);
-  const Cell* count_cells = at<const Cell>(k.call.window, k.count_cells);
-  const Cell* arrived_cells = at<const Cell>(k.call.window, k.arrived_cells);
-
-  if (k.steps & kRoutePublish) {
-    const ChunkGroups groups(k);
-    sum_groups(k, groups, memory.words);
-    if (k.ack_use != 0) {
-      const Cell* ack_cells = at<const Cell>(k.call.window, k.ack_cells);
-      if (!await_all(k.call, {kPhaseAck, *at<const std::uint32_t>(k.ack_use), ack_cells, 1, number})) return;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      *round_word = round;
-      write_header(k, memory.columns + k.num_experts);
-    }
-    for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
-      std::uint32_t count = 0;
-      for (std::int32_t g = 0; g < groups.num_groups; ++g) count += memory.words[g * k.num_experts + e];
-      memory.columns[e] = count;
-    }
-    publish_counts(k, round, memory.columns);
-    write_prefixes(k, groups, memory.words);
-    __syncthreads();
-  }
-
-  if (k.steps & kRouteAwait) {
-    const Awaited awaited{kPhaseCount, round, count_cells, k.num_experts + kCountHeader, number};
-    if (!await_counts(k, awaited, memory.words, &verdict)) return;
-    const bool refused = verdict.refusing_rank >= 0;
-    if (threadIdx.x == 0) store_relaxed_device(mark, refused ? kOpRoute : kOpNone);
-    if (refused) {
-      if (threadIdx.x == 0) record_refusal(k.call, verdict.refusing_rank, header_of(k, verdict.refusing_rank, kHeaderRefusal));
-      publish(k.call, k.arrived_cells, {round, kRefusalNone});
-    } else {
-      if (threadIdx.x == 0 && verdict.num_bad_ids != 0) record_bad_ids(k, verdict);
-      sum_zones(k, memory.words, memory.prefix);
-      write_zones(k, memory.words, memory.prefix);
-      if (threadIdx.x < kWarpSize) write_demand(k, memory.prefix);
-    }
-    __syncthreads();
-  }
-
-  if ((k.steps & kRouteAwaitRefused) && refused_op(k.call) == kOpRoute) {
-    await_all(k.call, {kPhaseArrived, round, arrived_cells, 1, number});
-  }
-}
-
 // ---- slots ------------------------------------------------------------------------------------------------------
 
 // One warp: ranks the experts of `keys` [num] in order and writes their slots. `next` [E]: the row that the chunk's
 // next token for an expert takes.
-__device__ void take_slots(const RouteSlotsKernel& k, const std::uint32_t* keys, std::int64_t* next, std::int32_t num,
+template <typename Kernel>
+__device__ void take_slots(const Kernel& k, const std::uint32_t* keys, std::int64_t* next, std::int32_t num,
                            std::int64_t* slots) {
   constexpr std::int32_t kGroups = 4;
   const std::int32_t lane = threadIdx.x % kWarpSize;
@@ -435,6 +415,98 @@ __device__ void take_slots(const RouteSlotsKernel& k, const std::uint32_t* keys,
   }
 }
 
+// Few tokens: all slots, from the ids and counts in shared memory. One warp for each chunk.
+__device__ void place_all(const RouteExchangeKernel& k, const ExchangeShared& memory) {
+  const std::int32_t num_chunks = num_chunks_of(k.ids, k.chunk_tokens);
+  const std::int32_t num_slots = k.ids.num_tokens * k.ids.num_topk;
+  const std::int32_t num_live_slots = num_live(k.ids) * k.ids.num_topk;
+  const std::int32_t chunk_slots = k.chunk_tokens * k.ids.num_topk;
+  auto* slots = at<std::int64_t>(k.slot_map);
+  for (std::int32_t i = threadIdx.x; i < num_chunks * k.num_experts; i += blockDim.x) {
+    const std::int32_t expert = i % k.num_experts;
+    std::int64_t row = at<const std::int64_t>(k.route_base)[expert];
+    for (std::int32_t before = expert; before < i; before += k.num_experts) row += memory.counts[before];
+    memory.next[i] = row;
+  }
+  for (std::int32_t i = num_live_slots + threadIdx.x; i < num_slots; i += blockDim.x) slots[i] = kNoSlot;
+  __syncthreads();
+  const std::int32_t chunk = threadIdx.x / kWarpSize;
+  const std::int32_t first = chunk * chunk_slots;
+  if (chunk < num_chunks) {
+    const std::int32_t num = max(0, min(chunk_slots, num_live_slots - first));
+    take_slots(k, memory.keys + first, memory.next + chunk * k.num_experts, num, slots + first);
+  }
+}
+
+// Shapes: one block. route_scratch [chunks, E] int32: counts in, prefixes over the chunks out; count_cells [R, E + 8]
+// of every rank; route_base [E] int64, offs [L] int32, counts [2 L + 1] int64, overflow [1] float32: out.
+//
+// Example, R = 2, E = 4 (L = 2), A = 4, C = 12; rank 0 counts {3, 1, 0, 5}, rank 1 {2, 0, 0, 2}. Rows of the experts:
+// {5, 1, 0, 7}, padded {8, 4, 0, 8}. On rank 1: route_base = {3, 9, 0, 5} (rank 0's rows come first in each zone),
+// zones 2 and 3 are rows [0, 0) and [0, 8): offs = {0, 8}, counts = {0, 8, 0, 7, 8}. Demands are 12 and 8: overflow 0.
+//
+// Fused, it counts the ids before and takes the slots after: a few tokens cost one launch instead of three.
+template <bool kFused>
+__global__ void __launch_bounds__(kExchangeThreads, 2) route_exchange_kernel(const __grid_constant__ RouteExchangeKernel k) {
+  extern __shared__ std::int64_t shared[];
+  __shared__ Verdict verdict;
+  const ExchangeShared memory = carve<kFused>(shared, k);
+  auto* round_word = &at<FrameCounters>(k.frame_counters)->round;
+  auto* mark = at<std::uint32_t>(k.call.refused);
+  if (block_skips(k.call)) return;
+
+  const std::uint32_t number = (k.steps & kRoutePublish) ? begin_call(k.call) : current_call(k.call);
+  const std::uint32_t round = *round_word + ((k.steps & kRoutePublish) ? 1 : 0);
+  const Cell* count_cells = at<const Cell>(k.call.window, k.count_cells);
+  const Cell* arrived_cells = at<const Cell>(k.call.window, k.arrived_cells);
+
+  if (k.steps & kRoutePublish) {
+    const ChunkGroups groups(k);
+    const std::uint32_t* partial = kFused ? memory.counts : memory.words;
+    if constexpr (kFused) {
+      count_all(k, memory);
+    } else {
+      sum_groups(k, groups, memory.words);
+    }
+    if (k.ack_use != 0) {
+      const Cell* ack_cells = at<const Cell>(k.call.window, k.ack_cells);
+      if (!await_all(k.call, {kPhaseAck, *at<const std::uint32_t>(k.ack_use), ack_cells, 1, number})) return;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      *round_word = round;
+      write_header(k, memory.columns + k.num_experts);
+    }
+    sum_columns(k, partial, kFused ? groups.num_chunks : groups.num_groups, memory.columns);
+    publish_counts(k, round, memory.columns);
+    if constexpr (!kFused) write_prefixes(k, groups, memory.words);
+    __syncthreads();
+  }
+
+  if (k.steps & kRouteAwait) {
+    const Awaited awaited{kPhaseCount, round, count_cells, k.num_experts + kCountHeader, number};
+    if (!await_counts(k, awaited, memory.words, &verdict)) return;
+    const bool refused = verdict.refusing_rank >= 0;
+    if (threadIdx.x == 0) store_relaxed_device(mark, refused ? kOpRoute : kOpNone);
+    if (refused) {
+      if (threadIdx.x == 0) record_refusal(k.call, verdict.refusing_rank, header_of(k, verdict.refusing_rank, kHeaderRefusal));
+      publish(k.call, k.arrived_cells, {round, kRefusalNone});
+    } else {
+      if (threadIdx.x == 0 && verdict.num_bad_ids != 0) record_bad_ids(k, verdict);
+      sum_zones(k, memory.words, memory.prefix);
+      write_zones(k, memory.words, memory.prefix);
+      if (threadIdx.x < kWarpSize) write_demand(k, memory.prefix);
+      __syncthreads();
+      if constexpr (kFused) place_all(k, memory);
+    }
+    __syncthreads();
+  }
+
+  if ((k.steps & kRouteAwaitRefused) && refused_op(k.call) == kOpRoute) {
+    await_all(k.call, {kPhaseArrived, round, arrived_cells, 1, number});
+  }
+}
+
 // One block: the slots of a chunk. The ranks within the chunk are one warp's work; the others fetch for it.
 __device__ void place_chunk(const RouteSlotsKernel& k, std::int32_t chunk_idx, std::int64_t* next, std::uint32_t* keys) {
   const Chunk chunk = chunk_of(k.ids, chunk_idx, k.chunk_tokens);
@@ -447,7 +519,7 @@ __device__ void place_chunk(const RouteSlotsKernel& k, std::int32_t chunk_idx, s
   for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) next[e] = route_base[e] + before[e];
   for (std::int32_t i = threadIdx.x; i < num_live_slots; i += blockDim.x) {
     const std::int64_t id = load_id(k.ids, chunk.first + i / k.ids.num_topk, i % k.ids.num_topk);
-    keys[i] = id >= 0 && id < k.num_experts ? static_cast<std::uint32_t>(id) : kNoExpert;
+    keys[i] = key_of(id, k.num_experts, 0, 0);
   }
   for (std::int32_t i = num_live_slots + threadIdx.x; i < num_slots; i += blockDim.x) slots[i] = kNoSlot;
   __syncthreads();
@@ -471,7 +543,14 @@ __global__ void __launch_bounds__(kSlotsThreads) route_slots_kernel(const __grid
 }
 
 std::size_t exchange_bytes(std::int64_t num_experts) {
-  return sizeof(std::int64_t) * (num_experts + 1) + sizeof(std::uint32_t) * (max_words(num_experts) + num_experts + kCountHeader);
+  return sizeof(std::int64_t) * (num_experts + 1) +
+         sizeof(std::uint32_t) * (max_words(num_experts) + num_experts + kCountHeader);
+}
+
+std::size_t fused_bytes(const KernelIds& ids, std::int64_t num_experts, std::int32_t chunk_tokens) {
+  const std::int64_t num_counts = num_chunks_of(ids, chunk_tokens) * num_experts;
+  const std::int64_t num_slots = static_cast<std::int64_t>(ids.num_tokens) * ids.num_topk;
+  return exchange_bytes(num_experts) + sizeof(std::int64_t) * num_counts + sizeof(std::uint32_t) * (num_counts + num_slots);
 }
 
 std::size_t slots_bytes(std::int64_t num_experts, std::int64_t chunk_tokens, std::int64_t num_topk) {
@@ -479,6 +558,17 @@ std::size_t slots_bytes(std::int64_t num_experts, std::int64_t chunk_tokens, std
 }
 
 }  // namespace
+
+bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts, std::int32_t chunk_tokens) {
+  return num_chunks_of(ids, chunk_tokens) <= kMaxFusedChunks &&
+         fused_bytes(ids, num_experts, chunk_tokens) <= kMaxFusedBytes;
+}
+
+void launch_route_fused(const RouteExchangeKernel& kernel, const Target& target) {
+  const std::size_t shared_bytes = fused_bytes(kernel.ids, kernel.num_experts, kernel.chunk_tokens);
+  launch("route_exchange_kernel<fused>", route_exchange_kernel<true>, {1, kExchangeThreads, shared_bytes}, kernel,
+         target.stream);
+}
 
 void launch_route_count(const RouteCountKernel& kernel, const Target& target) {
   const std::int32_t num_chunks = num_chunks_of(kernel.ids, kernel.chunk_tokens);
@@ -489,7 +579,7 @@ void launch_route_count(const RouteCountKernel& kernel, const Target& target) {
 }
 
 void launch_route_exchange(const RouteExchangeKernel& kernel, const Target& target) {
-  launch("route_exchange_kernel", route_exchange_kernel, {1, kExchangeThreads, exchange_bytes(kernel.num_experts)},
+  launch("route_exchange_kernel", route_exchange_kernel<false>, {1, kExchangeThreads, exchange_bytes(kernel.num_experts)},
          kernel, target.stream);
 }
 
@@ -508,10 +598,12 @@ std::size_t route_shared_bytes(const Geometry& g) {
 
 void load_route() {
   load("route_count_kernel", route_count_kernel);
-  load("route_exchange_kernel", route_exchange_kernel);
+  load("route_exchange_kernel", route_exchange_kernel<false>);
+  load("route_exchange_kernel<fused>", route_exchange_kernel<true>);
   load("route_slots_kernel", route_slots_kernel);
   allow_all_shared("route_count_kernel", route_count_kernel);
-  allow_all_shared("route_exchange_kernel", route_exchange_kernel);
+  allow_all_shared("route_exchange_kernel", route_exchange_kernel<false>);
+  allow_all_shared("route_exchange_kernel<fused>", route_exchange_kernel<true>);
   allow_all_shared("route_slots_kernel", route_slots_kernel);
 }
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import multiprocessing
 import pickle
 import platform
 import statistics
@@ -175,9 +176,11 @@ def run_rank(rank: int, shape: Shape, num_rounds: int, folder: Path) -> None:
 
 
 def measure(shape: Shape, num_rounds: int) -> Times:
-    """Spawn the ranks and return the times of each step."""
+    """Start the ranks and return the times of each step."""
+    multiprocessing.set_forkserver_preload(["epbuf.capture"])  # once, not once a rank
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (shape, num_rounds, Path(folder)), nprocs=shape.num_ranks)
+        arguments = (shape, num_rounds, Path(folder))
+        torch.multiprocessing.start_processes(run_rank, arguments, nprocs=shape.num_ranks, start_method="forkserver")
         return pickle.loads((Path(folder) / "times").read_bytes())
 
 

@@ -399,7 +399,7 @@ class Rank {
   }
 
   void backward(std::int32_t f, std::int32_t v) {
-    const bool has_combine_backward = round_ % 4 != 3;
+    const bool has_combine_backward = round_ % 4 < 2;
     if (has_combine_backward) run_combine_backward(f, v);
     run_dispatch_backward(f, v, has_combine_backward);
   }
@@ -633,17 +633,20 @@ void drift(std::int32_t rank, std::uint32_t round) {
   if ((round + static_cast<std::uint32_t>(rank)) % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
 }
 
-// Two layers in flight on two frames: forward, forward, backward, backward.
+// Two layers in flight on two frames: forward, forward, backward, backward; over the rounds each pair of workspaces,
+// equal ones included. Where both backwards do without a combine backward, nothing but ACK stands between the pull of
+// one and the staging of the other.
 void run_rounds(Bed& bed, std::uint32_t num_rounds) {
   on_all_ranks(bed.shape().ranks, [&](std::int32_t rank) {
     for (std::uint32_t round = 0; round < num_rounds; round += 2) {
       Rank first(bed, rank, round), second(bed, rank, round + 1);
+      const auto workspace = static_cast<std::int32_t>(round / 4 % 2);
       drift(rank, round);
       first.forward(0, 0);
-      second.forward(1, static_cast<std::int32_t>(round / 2) % 2);
+      second.forward(1, workspace);
       drift(rank, round + 1);
       second.backward(1, 0);
-      first.backward(0, static_cast<std::int32_t>(round / 2) % 2);
+      first.backward(0, workspace);
     }
     expect(bed.engine(rank).control().num_early_reuses == 0, "early reuses on rank ", rank);
   });
@@ -662,6 +665,43 @@ void test_rounds() {
     Bed bed(shape);
     run_rounds(bed, 60);
   }
+}
+
+// The gradient of every row is 1, then 2, then 1, ...; each token has two rows.
+void pull_repeatedly(Bed& bed, std::int32_t rank, std::int32_t num_tokens) {
+  const auto num_elems = static_cast<std::size_t>(bed.shape().capacity * bed.shape().hidden);
+  const std::vector<float> ones(num_elems, 1.0f), twos(num_elems, 2.0f);
+  std::vector<float> out(static_cast<std::size_t>(num_tokens * bed.shape().hidden));
+  CombineCall call{};
+  call.row_stride_bytes = call.out_row_stride_bytes = bed.shape().row_bytes();
+  call.weights_source = kSourceZero;
+  call.out = reinterpret_cast<std::uint64_t>(out.data());
+  call.num_tokens = num_tokens;
+  call.begins_use = 1;
+  for (std::int32_t use = 0; use < 100; ++use) {
+    call.rows = reinterpret_cast<std::uint64_t>((use % 2 == 0 ? ones : twos).data());
+    expect(bed.engine(rank).dispatch_backward(call).status == kOk, "dispatch_backward ", use);
+    const float expected = use % 2 == 0 ? 2.0f : 4.0f;
+    for (const float found : out) expect(found == expected, "use ", use, " gave ", found, ", not ", expected);
+  }
+}
+
+// Uses of one backward workspace in a row: rank 0 pulls many rows, the others one, so that they are ready to stage the
+// next gradient while it still pulls this one.
+void test_uses_in_a_row() {
+  Bed bed({3, 64, 2, 256, 2, 1, 400});
+  on_all_ranks(3, [&](std::int32_t rank) {
+    const std::int32_t num_tokens = rank == 0 ? 64 : 1;
+    std::vector<std::int64_t> ids(static_cast<std::size_t>(num_tokens) * 2);
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i % 6);
+    RouteCall route{};
+    route.topk_idx = reinterpret_cast<std::uint64_t>(ids.data());
+    route.topk_idx_row_stride = 2;
+    route.topk_idx_bytes = 8;
+    route.num_tokens = num_tokens;
+    expect(bed.engine(rank).route(route).status == kOk, "route");
+    pull_repeatedly(bed, rank, num_tokens);
+  });
 }
 
 void test_concurrent_arenas() {
@@ -792,9 +832,13 @@ void test_abort() {
 
 int main() {
   const std::pair<const char*, void (*)()> scenarios[] = {
-      {"rounds", epbuf::test_rounds},     {"concurrent arenas", epbuf::test_concurrent_arenas},
-      {"watcher", epbuf::test_watcher},   {"refusals", epbuf::test_refusals},
-      {"mismatch", epbuf::test_mismatch}, {"time-out", epbuf::test_timeout},
+      {"rounds", epbuf::test_rounds},
+      {"uses in a row", epbuf::test_uses_in_a_row},
+      {"concurrent arenas", epbuf::test_concurrent_arenas},
+      {"watcher", epbuf::test_watcher},
+      {"refusals", epbuf::test_refusals},
+      {"mismatch", epbuf::test_mismatch},
+      {"time-out", epbuf::test_timeout},
       {"abort", epbuf::test_abort},
   };
   for (const auto& [name, run] : scenarios) {
