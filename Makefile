@@ -8,7 +8,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test test-gpu bench sanitize lint format clean
+.PHONY: help venv build demo test test-gpu bench bench-gpu sanitize lint format clean
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
@@ -62,6 +62,9 @@ demo: build
 
 bench: build
 	$(PY) graphs/bench/cpu.py $(ARGS)
+
+bench-gpu: build
+	$(PY) graphs/bench/launch.py $(ARGS)
 
 test: lint
 	$(PY) -m pytest -m "not gpu" $(ARGS)

@@ -1,9 +1,8 @@
 // The CUDA half of epbuf._C: the engine, holds of graphs, NCCL windows.
-#include "bindings.h"
-
 #include <memory>
 #include <string>
 
+#include "bindings.h"
 #include "cuda/capture.h"
 #include "cuda/engine.h"
 #include "window_nccl.h"
@@ -22,15 +21,24 @@ void bind_cuda_engine(py::module_& m) {
            py::arg("geometry"), py::arg("arena_offsets"), py::arg("frames"), py::arg("forwards"), py::arg("backwards"),
            py::arg("peers"), py::arg("device"), release_gil())
       .def_static("phases", &CudaEngine::phases, py::arg("op"))
-      .def("run_phase", [](CudaEngine& engine, std::uint32_t op, std::int32_t phase,
-                           const DispatchCall& call) { return engine.run_dispatch_phase(op, phase, call); },
-           py::arg("op"), py::arg("phase"), py::arg("call"), release_gil())
-      .def("run_phase", [](CudaEngine& engine, std::uint32_t op, std::int32_t phase,
-                           const CombineCall& call) { return engine.run_combine_phase(op, phase, call); },
-           py::arg("op"), py::arg("phase"), py::arg("call"), release_gil())
-      .def("run_phase", [](CudaEngine& engine, std::uint32_t, std::int32_t phase,
-                           const RouteCall& call) { return engine.run_route_phase(phase, call); },
-           py::arg("op"), py::arg("phase"), py::arg("call"), release_gil())
+      .def(
+          "run_phase",
+          [](CudaEngine& engine, std::uint32_t op, std::int32_t phase, const DispatchCall& call) {
+            return engine.run_dispatch_phase(op, phase, call);
+          },
+          py::arg("op"), py::arg("phase"), py::arg("call"), release_gil())
+      .def(
+          "run_phase",
+          [](CudaEngine& engine, std::uint32_t op, std::int32_t phase, const CombineCall& call) {
+            return engine.run_combine_phase(op, phase, call);
+          },
+          py::arg("op"), py::arg("phase"), py::arg("call"), release_gil())
+      .def(
+          "run_phase",
+          [](CudaEngine& engine, std::uint32_t, std::int32_t phase, const RouteCall& call) {
+            return engine.run_route_phase(phase, call);
+          },
+          py::arg("op"), py::arg("phase"), py::arg("call"), release_gil())
       .def("status", &CudaEngine::status)
       .def("warm_up", &CudaEngine::warm_up, release_gil())
       .def("close", &CudaEngine::close, release_gil());
@@ -54,11 +62,11 @@ void bind_nccl_window(py::module_& m) {
   m.def("nccl_version", &nccl_version, py::arg("path"), release_gil());
   m.def("nccl_in_process", &nccl_in_process);
   py::class_<NcclWindow>(m, "NcclWindow")
-      .def(py::init(&open_nccl_window), py::arg("library"), py::arg("unique_id"), py::arg("rank"),
-           py::arg("num_ranks"), py::arg("nbytes"))
-      .def_static("unique_id",
-                  [](const std::string& library) { return py::bytes(NcclWindow::make_unique_id(library)); },
-                  py::arg("library"))
+      .def(py::init(&open_nccl_window), py::arg("library"), py::arg("unique_id"), py::arg("rank"), py::arg("num_ranks"),
+           py::arg("nbytes"))
+      .def_static(
+          "unique_id", [](const std::string& library) { return py::bytes(NcclWindow::make_unique_id(library)); },
+          py::arg("library"))
       .def_property_readonly("peers", &NcclWindow::peers)
       .def_property_readonly("address", &NcclWindow::address)
       .def_property_readonly("nbytes", &NcclWindow::num_bytes)

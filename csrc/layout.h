@@ -202,7 +202,7 @@ struct RouteCall {
   std::uint32_t refusal;          // Refusal of this rank
   std::uint32_t check_progress;   // 0 once ops of the arena run on several streams
   std::uint64_t stream;
-  std::uint64_t topk_idx;  // [T, K] int32 or int64
+  std::uint64_t topk_idx;            // [T, K] int32 or int64
   std::int64_t topk_idx_row_stride;  // elements
   std::int32_t topk_idx_bytes;       // 4 or 8
   std::int32_t num_tokens;           // T
@@ -222,10 +222,10 @@ struct DispatchCall {
   std::int64_t row_stride_bytes;
   std::uint64_t scales, row_scales;  // an input already quantised; 0 otherwise
   std::int64_t scales_row_stride_bytes;
-  std::uint64_t topk_weights;  // [T, K] float32; 0: ones (forward), unused (backward)
+  std::uint64_t topk_weights;            // [T, K] float32; 0: ones (forward), unused (backward)
   std::int64_t topk_weights_row_stride;  // elements
   std::int32_t num_tokens;               // T
-  std::uint32_t expects_open;  // backward: count an early reuse when OPEN is clear
+  std::uint32_t expects_open;            // backward: count an early reuse when OPEN is clear
 };
 
 // Stage rows below offs[-1] (times weights), publish and await READY, pull, publish ACK.
@@ -264,11 +264,11 @@ struct WeightGradCall {
 struct Outcome {
   std::uint32_t status;  // Status
   std::int32_t refusing_rank;
-  std::uint32_t refusal;  // Refusal
+  std::uint32_t refusal;   // Refusal
   std::uint32_t overflow;  // 1: some rank's demand exceeds capacity_rows
   std::int64_t max_demand_rows;
   std::int32_t max_demand_rank;
-  std::int32_t bad_rank;  // first bad id of the lowest rank that has one
+  std::int32_t bad_rank;      // first bad id of the lowest rank that has one
   std::uint64_t num_bad_ids;  // over all ranks
   std::int64_t bad_value;
   std::int32_t bad_token, bad_topk;
@@ -378,8 +378,8 @@ struct PushKernel {
   std::uint64_t weights;  // [T, K] float32; 0: ones
   std::int64_t weights_row_stride;
   std::uint64_t slot_map, offs;
-  std::uint64_t valid;                        // int64 [L]: valid_tokens_per_expert
-  std::int64_t rows_region, weights_region;   // weights_region -1: no weights travel
+  std::uint64_t valid;                       // int64 [L]: valid_tokens_per_expert
+  std::int64_t rows_region, weights_region;  // weights_region -1: no weights travel
   std::int64_t row_bytes;
   std::int32_t num_tokens, num_topk, num_local_experts;
   std::int32_t num_splits;  // warps that share a row

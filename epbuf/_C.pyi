@@ -258,18 +258,9 @@ class Outcome:
     bad_topk: int
     def __init__(self) -> None: ...
 
-class HostEngine:
-    """The five ops of one rank's arena over windows in shared memory; every method releases the GIL."""
+class _Engine:
+    """The five ops of one rank's arena; every method releases the GIL."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        arena_offsets: ArenaOffsets,
-        frames: list[FrameOffsets],
-        forwards: list[ForwardOffsets],
-        backwards: list[BackwardOffsets],
-        peers: list[int],
-    ) -> None: ...
     def route(self, call: RouteCall, /) -> Outcome: ...
     def dispatch(self, call: DispatchCall, /) -> Outcome: ...
     def combine(self, call: CombineCall, /) -> Outcome: ...
@@ -280,6 +271,19 @@ class HostEngine:
     def abort(self, reason: int) -> None: ...
     def progress(self) -> list[tuple[int, int, int, int]]:
         """Return (call, op, frame, workspace) of every rank, as last seen here."""
+
+class HostEngine(_Engine):
+    """Over windows in shared memory; a call returns when its round is complete."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        arena_offsets: ArenaOffsets,
+        frames: list[FrameOffsets],
+        forwards: list[ForwardOffsets],
+        backwards: list[BackwardOffsets],
+        peers: list[int],
+    ) -> None: ...
 
 class HostSegment:
     """Memory of one window; exports its bytes as a writable buffer, which keeps it mapped."""
@@ -306,3 +310,52 @@ def handle_put(obj: Any) -> int: ...
 def handle_get(handle: int) -> Any: ...
 def handle_drop(handle: int) -> None: ...
 def handle_objects() -> list[Any]: ...
+
+# ---- only in a module built with CUDA (`CUDA_BUILT`) -----------------------------------------------------------------
+
+class CudaEngine(_Engine):
+    """Over device windows; a call enqueues on its stream and returns."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        arena_offsets: ArenaOffsets,
+        frames: list[FrameOffsets],
+        forwards: list[ForwardOffsets],
+        backwards: list[BackwardOffsets],
+        peers: list[int],
+        device: int,
+    ) -> None: ...
+    @staticmethod
+    def phases(op: int) -> int: ...
+    def run_phase(self, op: int, phase: int, call: RouteCall | DispatchCall | CombineCall) -> Outcome: ...
+    def status(self) -> Control:
+        """Return the control words as last mirrored to the host, without synchronising."""
+
+    def warm_up(self) -> None: ...
+    def close(self) -> None: ...
+
+class GraphHold:
+    """A hold on the graph that a stream is capturing into; `alive` until that graph and its executables are gone."""
+
+    def __init__(self, stream: int) -> None: ...
+    @property
+    def alive(self) -> bool: ...
+
+class NcclWindow:
+    """Memory of NCCL that every rank of a communicator of its own can address."""
+
+    def __init__(self, library: str, unique_id: bytes, rank: int, num_ranks: int, nbytes: int) -> None: ...
+    @staticmethod
+    def unique_id(library: str) -> bytes: ...
+    @property
+    def peers(self) -> list[int]: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def deregister(self) -> None: ...
+
+def capture_id(stream: int) -> int: ...
+def nccl_version(path: str) -> int: ...
+def nccl_in_process() -> str: ...

@@ -61,10 +61,15 @@ def demo(context: typer.Context) -> None:
 
 def bench(
     context: typer.Context,
-    device: Annotated[str, typer.Option(help="Which benchmark of graphs/bench to run.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: every rank, shape and baseline on this host's GPUs.")
+    ] = "cpu",
 ) -> None:
     """Measure dispatch and combine against a baseline in one run (graphs/bench)."""
-    _run_script(f"bench/{device}.py", context.args)
+    scripts = {"cpu": "bench/cpu.py", "cuda": "bench/launch.py"}
+    if device not in scripts:
+        raise ConfigError(f"--device {device} has no benchmark; use one of {', '.join(scripts)}")
+    _run_script(scripts[device], context.args)
 
 
 def make_app() -> typer.Typer:

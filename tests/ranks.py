@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 
 LIMIT_S = 60.0
 START_LIMIT_S = 120.0  # importing torch on a loaded machine
-GROUP_SIZES = (1, 2, 4)
+GROUP_SIZES = (1, 2, 4, 8)
 PRELOAD = ["torch.distributed", "epbuf.autograd", "pytest"]  # imported once, in the server that forks every rank
 
 
@@ -114,9 +114,15 @@ def _values(results: list[Result], order: list[int]) -> list[Any]:
 
 
 class Ranks:
-    """Long-lived processes, one per rank, joined in gloo groups of 1, 2 and 4 (and all) of them over loopback."""
+    """Long-lived processes, one per rank, joined in gloo groups of 1, 2, 4, 8 (and all) of them over loopback.
 
-    def __init__(self, num_ranks: int, directory: Path) -> None:
+    Each takes `environment` over and calls `setup(rank)`, a module-level function, before it does anything else.
+    """
+
+    def __init__(
+        self, num_ranks: int, directory: Path, environment: Mapping[str, str] | None = None,
+        setup: Callable[[int], object] | None = None,
+    ) -> None:  # fmt: skip
         self.num_ranks = num_ranks
         store = directory / f"store-{os.getpid()}-{time.monotonic_ns()}"
         context = multiprocessing.get_context("forkserver")
@@ -125,7 +131,8 @@ class Ranks:
         self.connections: list[Connection] = []
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_ranks, str(store), there), daemon=True)
+            arguments = (rank, num_ranks, str(store), there, dict(environment or {}), setup)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self.processes.append(process)
@@ -140,7 +147,8 @@ class Ranks:
     def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> list[Any]:
         """Call `function` on the first `num_ranks` processes; return the results, or raise the first error."""
         results = self.outcomes(num_ranks, function, *args, limit_s=limit_s)
-        return _values(results, [rank for rank, result in enumerate(results) if result.error])
+        failed = [rank for rank, result in enumerate(results) if result.error]
+        return _values(results, sorted(failed, key=lambda rank: _is_consequence(results[rank])))
 
     def outcomes(
         self, num_ranks: int, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S
@@ -192,23 +200,31 @@ class Ranks:
 
 
 class Pool:
-    """Four processes for a whole session, started at the first use and again after one of them was lost."""
+    """Processes for a whole session, started at the first use and again after one of them was lost."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(
+        self, directory: Path, num_ranks: int = 4, environment: Mapping[str, str] | None = None,
+        setup: Callable[[int], object] | None = None,
+    ) -> None:  # fmt: skip
+        self._start = lambda: Ranks(num_ranks, directory, environment, setup)
         self.ranks: Ranks | None = None
 
     def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> list[Any]:
         """Call `function` on the first `num_ranks` of them; return the results, or raise the first error."""
         if self.ranks is None or not self.ranks.alive:
             self.close()
-            self.ranks = Ranks(4, self.directory)
+            self.ranks = self._start()
         return self.ranks.run(num_ranks, function, *args, limit_s=limit_s)
 
     def close(self) -> None:
         if self.ranks is not None:
             self.ranks.close()
             self.ranks = None
+
+
+def _is_consequence(result: Result) -> bool:
+    """Tell whether a rank failed only because another one did."""
+    return type(result.error).__name__ == "PeerTimeoutError"
 
 
 def _receive(connection: Connection, rank: int) -> Result:
@@ -220,9 +236,15 @@ def _receive(connection: Connection, rank: int) -> Result:
         return Result(error=RanksFailed(f"rank {rank} died"), trace=f"rank {rank} died", died=True)
 
 
-def _serve(rank: int, num_ranks: int, store: str, connection: Connection) -> None:
+def _serve(
+    rank: int, num_ranks: int, store: str, connection: Connection, environment: dict[str, str],
+    setup: Callable[[int], object] | None,
+) -> None:  # fmt: skip
     """Join the groups, then call what the parent sends until its pipe closes."""
     sys.path.insert(0, str(Path(__file__).parent))
+    os.environ.update(environment)
+    if setup is not None:
+        setup(rank)
     groups = _join(rank, num_ranks, store)
     connection.send_bytes(pickle.dumps(Result()))
     while True:

@@ -41,9 +41,7 @@ class Case:
 Ids = Callable[[EpConfig, torch.Generator], Sequence[Tensor]]
 
 
-def named_case(
-    routing: str, num_ranks: int, alignment: int = 1, token_dtype: str = "bf16", **changes: object
-) -> Case:
+def named_case(routing: str, num_ranks: int, alignment: int = 1, token_dtype: str = "bf16", **changes: object) -> Case:
     """Build the case of a named routing."""
     name = f"{routing}-R{num_ranks}-A{alignment}-{token_dtype}"
     config = base_config(num_ranks, expert_alignment=alignment, token_dtype=token_dtype, **changes)

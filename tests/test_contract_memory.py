@@ -344,6 +344,26 @@ def test_two_workspaces_carry_two_rounds_at_once(spread: Spread) -> None:
         assert_same(dx1, (kept * 4).expand_as(x).contiguous(), f"dx of frame 1 on rank {rank}")
 
 
+def _backwards_in_a_row(rank: int, group: Any) -> list[int]:
+    """Take the gradient of one dispatch again and again; rank 0 has no tokens, so it is always first to stage anew."""
+    sizes = {"max_tokens_per_rank": 256, "hidden": 4096, "num_topk": 1, "recv_capacity_per_rank": 256}
+    x = torch.ones(256 * rank, 4096, requires_grad=True)
+    wrong = []
+    with open_arena(group, **sizes) as arena, arena.acquire() as lease:
+        recv = epbuf.dispatch(lease, x, torch.zeros(len(x), 1, dtype=torch.int64))
+        for number in range(20):
+            grad = torch.full_like(recv.tokens, number)
+            (dx,) = torch.autograd.grad(recv.tokens, x, grad, retain_graph=True)
+            if not torch.equal(dx, torch.full_like(dx, number)):
+                wrong.append(number)
+    return wrong
+
+
+def test_staging_waits_for_the_readers_of_the_last_use() -> None:
+    """Rule 15: a dispatch backward with no combine backward before it spares rows that a peer still pulls."""
+    assert virtual(2, _backwards_in_a_row) == [[], []]
+
+
 def _skewed(rank: int, group: Any, num_rounds: int) -> list[str]:
     """Train on changing routings while every rank sleeps at random points; list the rounds whose values are wrong."""
     draw = random.Random(rank)

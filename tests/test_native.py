@@ -33,16 +33,15 @@ PREFIX = "epbuf-native-test-"
 
 
 def stub_names() -> dict[str, set[str]]:
-    """Return the public names of `_C.pyi`: for each class its members, for all else nothing."""
-    path = Path(_C.__file__).parent / "_C.pyi"
-    path = path if path.exists() else Path(__file__).parents[1] / "epbuf" / "_C.pyi"
+    """Return the names of `_C.pyi`: for each class its members, inherited ones included, for all else nothing."""
     names: dict[str, set[str]] = {}
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(Path(__file__).parents[1].joinpath("epbuf", "_C.pyi").read_text()).body:
         if isinstance(node, ast.ClassDef):
-            names[node.name] = set(filter(public, map(declared, node.body)))
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            names[node.name] = set(map(declared, node.body)).union(*(names[base] for base in bases))
         else:
             names[declared(node)] = set()
-    return {name: members for name, members in names.items() if public(name)}
+    return {name: set(filter(public, members)) for name, members in names.items()}
 
 
 def declared(node: ast.stmt) -> str:

@@ -20,8 +20,8 @@ Capture capture_of(std::uint64_t stream) {
   unsigned long long id = 0;
   cudaGraph_t graph = nullptr;
 #if CUDART_VERSION >= 13000
-  const cudaError_t error = cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(stream), &status, &id, &graph,
-                                                     nullptr, nullptr, nullptr);
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(stream), &status, &id, &graph, nullptr, nullptr, nullptr);
 #else
   const cudaError_t error =
       cudaStreamGetCaptureInfo_v2(reinterpret_cast<cudaStream_t>(stream), &status, &id, &graph, nullptr, nullptr);

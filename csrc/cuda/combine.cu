@@ -28,7 +28,8 @@ __device__ __forceinline__ uint4 scale(uint4 v, float factor) {
 }
 
 template <typename Dtype>
-__device__ __forceinline__ void stage_row(const StageKernel& k, std::int64_t row, const Split& split, std::uint32_t lane) {
+__device__ __forceinline__ void stage_row(const StageKernel& k, std::int64_t row, const Split& split,
+                                          std::uint32_t lane) {
   uint4* to = at<uint4>(k.staged_rows, row * k.row_bytes);
   const uint4* from = at<const uint4>(k.rows, row * k.row_stride_bytes);
   const bool is_copy = k.rows_source == kSourceTensor;
@@ -53,7 +54,8 @@ __device__ __forceinline__ void stage_row(const StageKernel& k, std::int64_t row
 //
 // Example, H = 2, offs[-1] = 2, rows = {{1, 2}, {3, 4}, {NaN, NaN}}, factors = {0.5, 2, _}: staged {{0.5, 1}, {6, 8}}.
 template <typename Dtype>
-__global__ void __launch_bounds__(kStageThreads, kStageBlocksPerSm) stage_kernel(const __grid_constant__ StageKernel k) {
+__global__ void __launch_bounds__(kStageThreads, kStageBlocksPerSm)
+    stage_kernel(const __grid_constant__ StageKernel k) {
   if (warp_skips(k.call)) return;
 
   const GridWarp warp;
@@ -83,7 +85,8 @@ struct Source {
   float weight;
 };
 
-__device__ __forceinline__ Source source(const PullKernel& k, std::int64_t token, std::int32_t topk, bool wants_weight) {
+__device__ __forceinline__ Source source(const PullKernel& k, std::int64_t token, std::int32_t topk,
+                                         bool wants_weight) {
   if (topk >= k.num_topk) return {0, 0.0f};
   const std::int64_t slot = at<const std::int64_t>(k.slot_map)[token * k.num_topk + topk];
   if (slot == kNoSlot) return {0, 0.0f};
@@ -93,7 +96,8 @@ __device__ __forceinline__ Source source(const PullKernel& k, std::int64_t token
   return {window + k.rows_region + row * k.row_bytes, weight};
 }
 
-// One warp: the addresses of a token's live rows, in k order, into `rows`; its weights into out_weights. Returns how many.
+// One warp: the addresses of a token's live rows, in k order, into `rows`; its weights into out_weights. Returns how
+// many.
 __device__ __forceinline__ std::int32_t gather_sources(const PullKernel& k, std::int64_t token, bool wants_weights,
                                                        std::uint32_t lane, std::uint64_t* rows) {
   std::int32_t num = 0;

@@ -9,8 +9,8 @@ namespace {
 
 template <typename T>
 const T& element(const std::vector<T>& all, std::int32_t index, const char* what) {
-  EPBUF_CHECK(index >= 0 && static_cast<std::size_t>(index) < all.size(), what, " ", index, " was asked for; the arena has ",
-              all.size());
+  EPBUF_CHECK(index >= 0 && static_cast<std::size_t>(index) < all.size(), what, " ", index,
+              " was asked for; the arena has ", all.size());
   return all[static_cast<std::size_t>(index)];
 }
 
@@ -33,10 +33,13 @@ void check_sizes(const Geometry& g) {
   EPBUF_CHECK(g.num_topk >= 1 && g.num_topk <= kMaxTopk, "num_topk is ", g.num_topk, "; at most ", kMaxTopk);
   EPBUF_CHECK(g.capacity_rows >= 0 && g.capacity_rows <= INT32_MAX, "capacity_rows is ", g.capacity_rows,
               "; offs is int32");
-  EPBUF_CHECK(is_power_of_two(g.expert_alignment), "expert_alignment is ", g.expert_alignment, "; must be a power of two");
-  EPBUF_CHECK(g.route_chunk_tokens >= 1 && g.route_chunk_tokens <= 1024, "route_chunk_tokens is ", g.route_chunk_tokens);
+  EPBUF_CHECK(is_power_of_two(g.expert_alignment), "expert_alignment is ", g.expert_alignment,
+              "; must be a power of two");
+  EPBUF_CHECK(g.route_chunk_tokens >= 1 && g.route_chunk_tokens <= 1024, "route_chunk_tokens is ",
+              g.route_chunk_tokens);
   const std::int64_t num_slots = static_cast<std::int64_t>(g.num_ranks) * g.max_tokens_per_rank * g.num_topk;
-  EPBUF_CHECK(num_slots <= UINT32_MAX, "num_ranks * max_tokens_per_rank * num_topk is ", num_slots, "; a count is uint32");
+  EPBUF_CHECK(num_slots <= UINT32_MAX, "num_ranks * max_tokens_per_rank * num_topk is ", num_slots,
+              "; a count is uint32");
 }
 
 int device_attribute(cudaDeviceAttr attribute, int device) {
@@ -51,7 +54,8 @@ const Geometry& checked(const Geometry& g, std::size_t num_windows, int device) 
   check_sizes(g);
   const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   EPBUF_CHECK(route_shared_bytes(g) <= static_cast<std::size_t>(available), "num_experts is ", g.num_experts,
-              ": route needs ", route_shared_bytes(g), " bytes of shared memory in a block; the device has ", available);
+              ": route needs ", route_shared_bytes(g), " bytes of shared memory in a block; the device has ",
+              available);
   return g;
 }
 
@@ -128,7 +132,8 @@ KernelCall CudaContext::kernel_call(Op op, std::int32_t frame, std::int32_t work
 }
 
 Target CudaContext::target(std::uint64_t stream) const {
-  return {reinterpret_cast<cudaStream_t>(stream), num_sms_, static_cast<std::uint32_t>(std::max(0, geometry_.max_num_sms))};
+  return {reinterpret_cast<cudaStream_t>(stream), num_sms_,
+          static_cast<std::uint32_t>(std::max(0, geometry_.max_num_sms))};
 }
 
 std::int64_t CudaContext::max_padding_rows() const {

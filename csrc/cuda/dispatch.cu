@@ -46,7 +46,8 @@ struct Destinations {
 };
 
 // Also sends the weight of the slot, if this warp is the one of the row that does.
-__device__ __forceinline__ std::uint64_t destination(const PushKernel& k, std::int64_t token, std::int32_t topk, bool sends) {
+__device__ __forceinline__ std::uint64_t destination(const PushKernel& k, std::int64_t token, std::int32_t topk,
+                                                     bool sends) {
   if (topk >= k.num_topk) return 0;
   const std::int64_t slot = at<const std::int64_t>(k.slot_map)[token * k.num_topk + topk];
   if (slot == kNoSlot) return 0;
@@ -60,7 +61,8 @@ __device__ __forceinline__ std::uint64_t destination(const PushKernel& k, std::i
 }
 
 // One warp reads its part of a token's row once and writes it to every slot of the token.
-__device__ __forceinline__ void push_token(const PushKernel& k, std::int64_t token, const Split& split, std::uint32_t lane) {
+__device__ __forceinline__ void push_token(const PushKernel& k, std::int64_t token, const Split& split,
+                                           std::uint32_t lane) {
   const bool sends = split.begin == 0;
   const uint4* row = k.rows != 0 ? at<const uint4>(k.rows, token * k.row_stride_bytes) : nullptr;
   Batch next = load_batch(row, split.begin + lane, split.end);  // on its way while the slots are looked up
@@ -87,8 +89,8 @@ __device__ __forceinline__ void zero_row(const PushKernel& k, std::int64_t row, 
   if (lane == 0 && k.weights_region >= 0) at<float>(k.call.window, k.weights_region)[row] = 0.0f;
 }
 
-// Padding rows are numbered through all zones; the warp takes numbers first, first + num_warps, ... Lane j looks at zone
-// j of each 32: `begin` is its first padding row, `upto` the number after its last one.
+// Padding rows are numbered through all zones; the warp takes numbers first, first + num_warps, ... Lane j looks at
+// zone j of each 32: `begin` is its first padding row, `upto` the number after its last one.
 __device__ void zero_padding(const PushKernel& k, std::uint32_t first, const GridWarp& warp) {
   const auto* offs = at<const std::int32_t>(k.offs);
   const auto* valid = at<const std::int64_t>(k.valid);

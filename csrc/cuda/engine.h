@@ -40,8 +40,8 @@ class CudaEngine {
   Outcome run_dispatch_phase(std::uint32_t op, std::int32_t phase, const DispatchCall& call);
   Outcome run_combine_phase(std::uint32_t op, std::int32_t phase, const CombineCall& call);
 
-  // What the kernels recorded. status() reads the pinned mirror without a synchronisation; its `call` and `staged_bytes`
-  // are those of the last event. control() synchronises the device.
+  // What the kernels recorded. status() reads the pinned mirror without a synchronisation; its `call` and
+  // `staged_bytes` are those of the last event. control() synchronises the device.
   Control status() const { return context_.words().mirrored(); }
   Control control() const;
   std::vector<CellProgress> progress() const;  // of every rank, as last seen here; waits for no op

@@ -143,8 +143,8 @@ void push(const CudaContext& context, const KernelCall& kernel_call, const Dispa
 }
 
 // `staged_weights` 0: the weights of the call are factors of its rows.
-void stage(const CudaContext& context, const KernelCall& kernel_call, const CombineCall& call, std::uint64_t staged_rows,
-           std::uint64_t staged_weights) {
+void stage(const CudaContext& context, const KernelCall& kernel_call, const CombineCall& call,
+           std::uint64_t staged_rows, std::uint64_t staged_weights) {
   const bool has_weights = staged_weights != 0 && call.weights_source != kSourceWindow;
   if (call.refusal != kRefusalNone || (call.rows_source == kSourceWindow && !has_weights)) return;
   StageKernel k{};
@@ -183,15 +183,16 @@ void check_rows(const CudaContext& context, const DispatchCall& call) {
   context.frame(call.frame);
   if (call.refusal != kRefusalNone) return;
   context.check_num_tokens(call.num_tokens);
-  EPBUF_CHECK(call.scales == 0 && call.row_scales == 0, "the CUDA engine moves rows of the token dtype, without scales");
+  EPBUF_CHECK(call.scales == 0 && call.row_scales == 0,
+              "the CUDA engine moves rows of the token dtype, without scales");
 }
 
 void check_sources(const CudaContext& context, const CombineCall& call) {
   context.frame(call.frame);
   if (call.refusal != kRefusalNone) return;
   context.check_num_tokens(call.num_tokens);
-  EPBUF_CHECK(call.rows_source <= kSourceZero && call.weights_source <= kSourceZero, "rows_source is ", call.rows_source,
-              ", weights_source is ", call.weights_source);
+  EPBUF_CHECK(call.rows_source <= kSourceZero && call.weights_source <= kSourceZero, "rows_source is ",
+              call.rows_source, ", weights_source is ", call.weights_source);
 }
 
 }  // namespace
@@ -220,9 +221,11 @@ void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases
   const KernelCall kernel_call = context.kernel_call(kOpDispatch, call);
   SignalKernel arrived = signal(context, kernel_call, kPhaseArrived, frame.arrived_cells);
   arrived.epoch = arrived.frame_counters + offsetof(FrameCounters, round);
-  if ((phases & 1) && call.refusal == kRefusalNone) push(context, kernel_call, call, rows_region, frame.recv_topk_weights);
+  if ((phases & 1) && call.refusal == kRefusalNone)
+    push(context, kernel_call, call, rows_region, frame.recv_topk_weights);
   launch_steps(context, arrived,
-               steps_of(phases, kSignalBegin | kSignalPublish, kSignalAwait | kSignalJudge | kSignalSetOpen), call.stream);
+               steps_of(phases, kSignalBegin | kSignalPublish, kSignalAwait | kSignalJudge | kSignalSetOpen),
+               call.stream);
 }
 
 // Phases: stage, publish READY; await it, pull, publish ACK; when refused, await ACK.
@@ -234,7 +237,8 @@ void issue_combine(const CudaContext& context, const CombineCall& call, Phases p
   ready.epoch = context.forward_use(call.workspace);
   if (phases & 1) stage(context, kernel_call, call, context.own(forward.expert_out), 0);
   launch_steps(context, ready,
-               steps_of(phases, kSignalBegin | kSignalAdvance | kSignalPublish, kSignalAwait | kSignalJudge), call.stream);
+               steps_of(phases, kSignalBegin | kSignalAdvance | kSignalPublish, kSignalAwait | kSignalJudge),
+               call.stream);
   if (phases & 2) pull(context, kernel_call, call, forward.expert_out, -1);
   launch_steps(context, unrefusing(ready, kPhaseAck, forward.ack_cells),
                steps_of(phases, 0, kSignalPublish, kSignalAwaitRefused), call.stream);
@@ -269,10 +273,11 @@ void issue_dispatch_backward(const CudaContext& context, const CombineCall& call
     launch_steps(context, ready, kSignalBegin | kSignalAwaitAck | kSignalAdvance, call.stream);
   }
   if (phases & 1) {
-    stage(context, kernel_call, call, context.own(backward.grad_recv_tokens), context.own(backward.grad_recv_topk_weights));
+    stage(context, kernel_call, call, context.own(backward.grad_recv_tokens),
+          context.own(backward.grad_recv_topk_weights));
   }
-  launch_steps(context, ready,
-               steps_of(phases, begin | kSignalPublish | kSignalMarkReady, kSignalAwait | kSignalJudge), call.stream);
+  launch_steps(context, ready, steps_of(phases, begin | kSignalPublish | kSignalMarkReady, kSignalAwait | kSignalJudge),
+               call.stream);
   if (phases & 2) pull(context, kernel_call, call, backward.grad_recv_tokens, backward.grad_recv_topk_weights);
   launch_steps(context, unrefusing(ready, kPhaseGradAck, backward.grad_ack_cells),
                steps_of(phases, 0, kSignalPublish | clear_open, kSignalAwaitRefused), call.stream);

@@ -5,7 +5,9 @@
 
 namespace epbuf::cuda {
 
-__device__ __forceinline__ Control* control_of(const KernelCall& call) { return at<Control>(call.window, call.control); }
+__device__ __forceinline__ Control* control_of(const KernelCall& call) {
+  return at<Control>(call.window, call.control);
+}
 
 __device__ __forceinline__ bool is_poisoned(const KernelCall& call) {
   return load_relaxed_device(&control_of(call)->poisoned) != kOk;
@@ -47,7 +49,8 @@ __device__ inline void mirror_control(const KernelCall& call) {
   const auto* words = reinterpret_cast<const std::uint64_t*>(control_of(call));
   auto* mirror = at<std::uint64_t>(call.mirror);
 #pragma unroll 1
-  for (std::uint32_t i = 1; i < sizeof(Control) / sizeof(std::uint64_t); ++i) store_relaxed_system(mirror + i, words[i]);
+  for (std::uint32_t i = 1; i < sizeof(Control) / sizeof(std::uint64_t); ++i)
+    store_relaxed_system(mirror + i, words[i]);
   fence_release_system();
   store_relaxed_system(mirror, words[0]);
 }

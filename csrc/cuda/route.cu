@@ -8,11 +8,12 @@ namespace epbuf::cuda {
 namespace {
 
 constexpr std::uint32_t kCountThreads = 256;
-constexpr std::uint32_t kExchangeThreads = 512;  // half an SM: it must find room beside the experts of other ranks
+constexpr std::uint32_t kExchangeThreads = 384;  // half an SM: it must find room beside the experts of other ranks
 constexpr std::uint32_t kSlotsThreads = 128;
 constexpr std::uint32_t kNoExpert = 0xFFFFFFFF;
 constexpr std::uint32_t kBlocksPerSm = 8;
-constexpr std::int32_t kBatch = 8;  // loads in flight per thread
+constexpr std::int32_t kBatch = 8;        // cells in flight per thread
+constexpr std::int32_t kChunkBatch = 16;  // counts of chunks in flight per thread
 constexpr std::int32_t kMaxFusedChunks = 4;
 constexpr std::size_t kMaxFusedBytes = 65536;
 constexpr std::size_t kStaticSharedBytes = 512;  // the exchange's, at most
@@ -138,7 +139,7 @@ __device__ void sum_groups(const RouteExchangeKernel& k, const ChunkGroups& grou
     const std::int32_t group = i / k.num_experts;
     const auto* counts = at<const std::uint32_t>(k.route_scratch) + i % k.num_experts;
     std::uint32_t sum = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (std::int64_t c = groups.begin(group); c < groups.end(group); ++c) sum += counts[c * k.num_experts];
     partial[i] = sum;
   }
@@ -207,14 +208,14 @@ __device__ void write_prefixes(const RouteExchangeKernel& k, const ChunkGroups& 
     auto* counts = at<std::uint32_t>(k.route_scratch) + expert;
     std::uint32_t before = 0;
     for (std::int32_t g = 0; g < group; ++g) before += partial[g * k.num_experts + expert];
-    for (std::int64_t c = groups.begin(group); c < groups.end(group); c += kBatch) {
-      std::uint32_t batch[kBatch];
+    for (std::int64_t c = groups.begin(group); c < groups.end(group); c += kChunkBatch) {
+      std::uint32_t batch[kChunkBatch];
 #pragma unroll
-      for (std::int32_t j = 0; j < kBatch; ++j) {
+      for (std::int32_t j = 0; j < kChunkBatch; ++j) {
         batch[j] = c + j < groups.end(group) ? counts[(c + j) * k.num_experts] : 0;
       }
 #pragma unroll
-      for (std::int32_t j = 0; j < kBatch; ++j) {
+      for (std::int32_t j = 0; j < kChunkBatch; ++j) {
         if (c + j < groups.end(group)) counts[(c + j) * k.num_experts] = before;
         before += batch[j];
       }
@@ -267,7 +268,8 @@ struct Verdict {
 };
 
 // All threads: rows of every expert into `totals`, rows from lower ranks into route_base. False: poisoned.
-__device__ bool await_counts(const RouteExchangeKernel& k, const Awaited& awaited, std::uint32_t* totals, Verdict* verdict) {
+__device__ bool await_counts(const RouteExchangeKernel& k, const Awaited& awaited, std::uint32_t* totals,
+                             Verdict* verdict) {
   bool arrived = true;
   for (std::int32_t column = threadIdx.x; column < k.num_experts + kCountHeader; column += blockDim.x) {
     Column sums;
@@ -447,7 +449,8 @@ __device__ void place_all(const RouteExchangeKernel& k, const ExchangeShared& me
 //
 // Fused, it counts the ids before and takes the slots after: a few tokens cost one launch instead of three.
 template <bool kFused>
-__global__ void __launch_bounds__(kExchangeThreads, 2) route_exchange_kernel(const __grid_constant__ RouteExchangeKernel k) {
+__global__ void __launch_bounds__(kExchangeThreads, 2)
+    route_exchange_kernel(const __grid_constant__ RouteExchangeKernel k) {
   extern __shared__ std::int64_t shared[];
   __shared__ Verdict verdict;
   const ExchangeShared memory = carve<kFused>(shared, k);
@@ -489,7 +492,8 @@ __global__ void __launch_bounds__(kExchangeThreads, 2) route_exchange_kernel(con
     const bool refused = verdict.refusing_rank >= 0;
     if (threadIdx.x == 0) store_relaxed_device(mark, refused ? kOpRoute : kOpNone);
     if (refused) {
-      if (threadIdx.x == 0) record_refusal(k.call, verdict.refusing_rank, header_of(k, verdict.refusing_rank, kHeaderRefusal));
+      if (threadIdx.x == 0)
+        record_refusal(k.call, verdict.refusing_rank, header_of(k, verdict.refusing_rank, kHeaderRefusal));
       publish(k.call, k.arrived_cells, {round, kRefusalNone});
     } else {
       if (threadIdx.x == 0 && verdict.num_bad_ids != 0) record_bad_ids(k, verdict);
@@ -508,7 +512,8 @@ __global__ void __launch_bounds__(kExchangeThreads, 2) route_exchange_kernel(con
 }
 
 // One block: the slots of a chunk. The ranks within the chunk are one warp's work; the others fetch for it.
-__device__ void place_chunk(const RouteSlotsKernel& k, std::int32_t chunk_idx, std::int64_t* next, std::uint32_t* keys) {
+__device__ void place_chunk(const RouteSlotsKernel& k, std::int32_t chunk_idx, std::int64_t* next,
+                            std::uint32_t* keys) {
   const Chunk chunk = chunk_of(k.ids, chunk_idx, k.chunk_tokens);
   const std::int32_t num_slots = chunk.num * k.ids.num_topk;
   const std::int32_t num_live_slots = chunk.num_live * k.ids.num_topk;
@@ -530,8 +535,8 @@ __device__ void place_chunk(const RouteSlotsKernel& k, std::int32_t chunk_idx, s
 // Shapes: topk_idx [T, K]; route_scratch [chunks, E] int32, the prefixes; slot_map [T, K] int64: out. A block for each
 // chunk, in turns.
 //
-// Example, rank 1 of the exchange's example, K = 2, topk_idx = {{0, 3}, {3, 0}}: route_base = {3, 9, 0, 5}, so the slots
-// are {{rank 0 row 3, rank 1 row 5}, {rank 1 row 6, rank 0 row 4}}.
+// Example, rank 1 of the exchange's example, K = 2, topk_idx = {{0, 3}, {3, 0}}: route_base = {3, 9, 0, 5}, so the
+// slots are {{rank 0 row 3, rank 1 row 5}, {rank 1 row 6, rank 0 row 4}}.
 __global__ void __launch_bounds__(kSlotsThreads) route_slots_kernel(const __grid_constant__ RouteSlotsKernel k) {
   extern __shared__ std::int64_t shared[];  // next int64 [E], keys uint32 [chunk_tokens * K]
   auto* keys = reinterpret_cast<std::uint32_t*>(shared + k.num_experts);
@@ -550,7 +555,8 @@ std::size_t exchange_bytes(std::int64_t num_experts) {
 std::size_t fused_bytes(const KernelIds& ids, std::int64_t num_experts, std::int32_t chunk_tokens) {
   const std::int64_t num_counts = num_chunks_of(ids, chunk_tokens) * num_experts;
   const std::int64_t num_slots = static_cast<std::int64_t>(ids.num_tokens) * ids.num_topk;
-  return exchange_bytes(num_experts) + sizeof(std::int64_t) * num_counts + sizeof(std::uint32_t) * (num_counts + num_slots);
+  return exchange_bytes(num_experts) + sizeof(std::int64_t) * num_counts +
+         sizeof(std::uint32_t) * (num_counts + num_slots);
 }
 
 std::size_t slots_bytes(std::int64_t num_experts, std::int64_t chunk_tokens, std::int64_t num_topk) {
@@ -579,8 +585,8 @@ void launch_route_count(const RouteCountKernel& kernel, const Target& target) {
 }
 
 void launch_route_exchange(const RouteExchangeKernel& kernel, const Target& target) {
-  launch("route_exchange_kernel", route_exchange_kernel<false>, {1, kExchangeThreads, exchange_bytes(kernel.num_experts)},
-         kernel, target.stream);
+  launch("route_exchange_kernel", route_exchange_kernel<false>,
+         {1, kExchangeThreads, exchange_bytes(kernel.num_experts)}, kernel, target.stream);
 }
 
 void launch_route_slots(const RouteSlotsKernel& kernel, const Target& target) {

@@ -16,8 +16,8 @@ struct Bf16 {};
 struct Fp16 {};
 struct Fp32 {};
 
-// For rows that do not change while the kernel runs, except by the thread that loads. A row is read once by one rank: it
-// need not stay in the first-level cache.
+// For rows that do not change while the kernel runs, except by the thread that loads. A row is read once by one rank:
+// it need not stay in the first-level cache.
 __device__ __forceinline__ uint4 load_vec(const uint4* from) {
   uint4 v;
   asm("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

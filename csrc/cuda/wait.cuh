@@ -7,9 +7,9 @@
 
 namespace epbuf::cuda {
 
-constexpr std::uint32_t kEagerPolls = 64;     // a peer that is in step answers within these
-constexpr std::uint32_t kPollsPerLook = 64;   // then the wait looks around about every 50 us
-constexpr std::uint32_t kNapNs = 100;         // the load itself takes several times that
+constexpr std::uint32_t kEagerPolls = 64;        // a peer that is in step answers within these
+constexpr std::uint32_t kPollsPerLook = 64;      // then the wait looks around about every 50 us
+constexpr std::uint32_t kNapNs = 100;            // the load itself takes several times that
 constexpr std::uint64_t kSettleNs = 1000000000;  // a mismatch that one rank saw reaches the others at once
 
 // Cells that carry the signal of a phase: rank p's are at `cells` + p * `cells_per_rank` of the own window.
@@ -160,7 +160,8 @@ __device__ __forceinline__ std::uint32_t current_call(const KernelCall& call) {
   return load_relaxed_device(&control_of(call)->call);
 }
 
-// One cell for each rank, this one included. What the block did before comes first: barrier, then each publisher's fence.
+// One cell for each rank, this one included. What the block did before comes first: barrier, then each publisher's
+// fence.
 __device__ inline void publish(const KernelCall& call, std::int64_t cells, Cell value) {
   __syncthreads();
   fence_release_system();

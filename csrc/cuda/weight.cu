@@ -28,8 +28,8 @@ __device__ __forceinline__ uint4 dot_and_scale(uint4 a, uint4 b, float weight, f
 
 // One warp: the row's gradient is read before it is overwritten, by the same lane.
 template <typename Dtype>
-__device__ __forceinline__ float weight_grad_row(const uint4* expert_out, uint4* grad, std::int32_t num_vecs, float weight,
-                                                 std::uint32_t lane) {
+__device__ __forceinline__ float weight_grad_row(const uint4* expert_out, uint4* grad, std::int32_t num_vecs,
+                                                 float weight, std::uint32_t lane) {
   float dot = 0.0f;
   for (std::int32_t begin = lane; begin < num_vecs; begin += kVecs * kWarpSize) {
     uint4 out[kVecs], gradient[kVecs];
@@ -51,12 +51,14 @@ __device__ __forceinline__ float weight_grad_row(const uint4* expert_out, uint4*
   return dot;
 }
 
-// Shapes: expert_out [C, H]; grad_expert_out [C, H] of this rank: in and out; weights, grad_weights [C] float32; rows at
-// or past offs[-1] are not touched. Order: each lane adds its elements from the left, then lanes 16, 8, 4, 2, 1 apart.
+// Shapes: expert_out [C, H]; grad_expert_out [C, H] of this rank: in and out; weights, grad_weights [C] float32; rows
+// at or past offs[-1] are not touched. Order: each lane adds its elements from the left, then lanes 16, 8, 4, 2, 1
+// apart.
 //
 // Example, H = 2, expert_out = {{1, 2}}, g = {{10, 20}}, weights = {0.5}: grad_weights = {50}, g = {{5, 10}}.
 template <typename Dtype>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) weight_grad_kernel(const __grid_constant__ WeightGradKernel k) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    weight_grad_kernel(const __grid_constant__ WeightGradKernel k) {
   if (warp_stops(k.call)) return;
 
   const GridWarp warp;

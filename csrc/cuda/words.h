@@ -31,10 +31,10 @@ class DeviceWords {
   DeviceWords(const DeviceWords&) = delete;
   DeviceWords& operator=(const DeviceWords&) = delete;
 
-  std::uint64_t peers() const { return base_; }                                        // uint64 [R]
+  std::uint64_t peers() const { return base_; }  // uint64 [R]
   std::uint64_t bad_ids(std::int32_t workspace) const { return bad_ids_ + 16 * static_cast<std::uint64_t>(workspace); }
   std::uint64_t refused(std::int32_t frame) const { return refused_ + 4 * static_cast<std::uint64_t>(frame); }
-  std::uint64_t lock() const { return lock_; }      // uint32
+  std::uint64_t lock() const { return lock_; }  // uint32
   std::uint64_t mirror() const { return mirror_device_; }
   cudaStream_t side_stream() const { return side_stream_; }  // for what must not wait behind an op
 

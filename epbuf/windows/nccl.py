@@ -34,6 +34,7 @@ class NcclWindow:
         with torch.cuda.device(device):
             self._native: Any = _C.NcclWindow(library, identity, group.rank, group.size, nbytes)
         self.peers = list(self._native.peers)
+        self.peers[group.rank] = self._native.address  # our regions and our kernels use one address for our bytes
         self._device = device
         self.bytes_at(0, nbytes).zero_()
         torch.cuda.synchronize(device)

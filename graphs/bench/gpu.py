@@ -4,8 +4,8 @@
 
 Each time is of replays of a CUDA graph that holds a chain of ops several times. What is in a chain:
 
-    route                      route on two frames in turns: one frame alone may not route twice, because a peer may still
-                               read the counts of the first round
+    route                      route on two frames in turns: one frame alone may not route twice, because a peer may
+                               still read the counts of the first round
     route + dispatch           both, on two frames in turns
     dispatch                   (route + dispatch) - route. It cannot stand alone: only a route opens the next round
     combine                    combine on two workspaces in turns, for the same reason; the rows lie in the window
@@ -17,8 +17,8 @@ Each time is of replays of a CUDA graph that holds a chain of ops several times.
     combine backward + dispatch backward     gradients of rows and weights lie in the window
     copy of live rows          one copy of the rows below offs[-1], as all ranks do it at once
 
-Every result is compared bit for bit with plain torch (expected.py): one eager step before anything is timed, and what the
-last replay of each chain left. The capacity is what the fullest rank needs.
+Every result is compared bit for bit with plain torch (expected.py): one eager step before anything is timed, and what
+the last replay of each chain left. The capacity is what the fullest rank needs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from expected import draw_tokens, draw_weights, expect
-from measure import Session, Shape, captured, gather, join, rates, time_calls, write_record
+from expected import draw_tokens, draw_weights, expect, require_equal
+from measure import Session, Shape, captured, gather, join, rates, time_calls, versions, write_record
 from torch import Tensor
 
 import epbuf
@@ -82,7 +82,8 @@ class Bench:
         )
         self.shape, self.session = shape, session
         self.plan = epbuf.Plan.build(config, epbuf.Schedule(num_frames=2, num_workspaces=2))
-        self.arena = epbuf.Arena.open(self.plan, dist.group.WORLD, device=session.device, window=window)
+        group, kind = (dist.group.WORLD, window) if shape.num_ranks > 1 else (None, "local")
+        self.arena = epbuf.Arena.open(self.plan, group, device=session.device, window=kind)
         self.engine = self.arena.engine
         self.x = draw_tokens(shape, session.rank, session.device)
         self.topk_idx = shape.topk_idx(session.rank).to(session.device)
@@ -194,7 +195,6 @@ class Bench:
 
     def time(self, chain: Chain, num_samples: int, repeats: int) -> list[float]:
         """Return microseconds per op, sample by sample, on the slowest rank."""
-        poison(*(result for result, _ in chain.leaves))
         with captured(chain.body, repeats, self.session) as replay:
             poison(*(result for result, _ in chain.leaves))
             samples = time_calls(replay, num_samples, self.session)
@@ -246,12 +246,6 @@ def poison(*tensors: Tensor) -> None:
         tensor.fill_(torch.nan)
 
 
-def require_equal(what: str, ours: Tensor, right: Tensor) -> None:
-    if not torch.equal(ours, right):
-        num_wrong = int((ours != right).sum())
-        raise SystemExit(f"{what} differs from plain torch in {num_wrong} of {right.numel()} elements")
-
-
 def without_route(both: list[float], route: list[float]) -> list[float]:
     """Return what dispatch takes: samples of both, less the median of route."""
     return [sample - statistics.median(route) for sample in both]
@@ -272,9 +266,11 @@ def measure(shape: Shape, session: Session, options: argparse.Namespace) -> dict
         "times_us": times,
         "host_us": {name: host_medians(per_rank) for name, per_rank in host.items()},
         "window": bench.arena.window.kind,
+        "window_reason": bench.arena.window_reason,
         "window_bytes": bench.plan.total_bytes,
         "capacity_rows": bench.plan.capacity_rows,
         "num_gpus": session.num_gpus,
+        "versions": versions(session),
         **bench.moved(),
     }
     bench.close()
@@ -286,10 +282,13 @@ def host_medians(per_rank: list[dict[str, list[float]]]) -> dict[str, float]:
     return {op: max(statistics.median(times[op]) for times in per_rank) for op in per_rank[0]}
 
 
-def free_memory(session: Session) -> str:
+def give_memory_back(session: Session) -> str:
+    """Leave the next arena all the memory there is; say how much."""
+    gc.collect()
     if session.stream is None:
         return ""
     torch.cuda.empty_cache()
+    session.meet()
     return f", {torch.cuda.mem_get_info(session.device)[0] / 2**30:.1f} GiB free after it"
 
 
@@ -299,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", type=Shape.parse, required=True, help="R..-T..-H..-K..-E..-A..")
     parser.add_argument("--out", type=Path, required=True, help="file that rank 0 appends a line of JSON per shape to")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--window", default="auto")
+    parser.add_argument("--window", default="auto", help="of several ranks; one rank takes local")
     parser.add_argument("--samples", type=int, default=25, help="replays that are timed")
     parser.add_argument("--repeats", type=int, default=4, help="times that a graph holds its chain")
     parser.add_argument("--host-calls", type=int, default=200)
@@ -308,13 +307,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     session = join(options.device)
     with session.working():
         measured_rates = rates(session, 2**31 if options.device == "cuda" else 2**22)
+        give_memory_back(session)
         for shape in options.shapes:
             begin = time.perf_counter()
             record = measure(shape, session, options)
-            gc.collect()  # the arena's last tensors, so that the next one has its memory
             if session.rank == 0:
                 write_record(options.out, record | {"rates": measured_rates})
-                print(f"{shape}: {time.perf_counter() - begin:.1f} s{free_memory(session)}", flush=True)
+            memory = give_memory_back(session)
+            print(f"{shape}: {time.perf_counter() - begin:.1f} s{memory}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -1,8 +1,8 @@
 """What the programs of the GPU benchmark share: the shape that is moved, the ranks, and how a time is taken.
 
-A time is that of the device, by CUDA events between calls that are queued one behind the other, and of the slowest rank:
-ranks share one GPU, or one waits for the other. On CPU the same programs run small, to test them; a time is then that of
-the host.
+A time is that of the device, by CUDA events between calls that are queued one behind the other, and of the slowest
+rank: ranks share one GPU, or one waits for the other. On CPU the same programs run small, to test them; a time is then
+that of the host.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +59,7 @@ class Shape:
 
         Shapes: [T, K] int64.
         """
-        scores = torch.rand(self.num_tokens, self.num_experts, generator=torch.Generator().manual_seed(rank))
-        return scores.topk(self.num_topk, dim=1).indices
+        return _draw_topk_idx(self.num_tokens, self.num_experts, self.num_topk, rank)
 
     def counts(self) -> Tensor:
         """Count the rows that each rank sends to each expert.
@@ -72,6 +73,12 @@ class Shape:
         """Return the rows, padding included, that the fullest rank receives."""
         padded = (self.counts().sum(0) + self.alignment - 1) // self.alignment * self.alignment
         return max(int(padded.view(self.num_ranks, -1).sum(1).max()), self.alignment)
+
+
+@cache
+def _draw_topk_idx(num_tokens: int, num_experts: int, num_topk: int, seed: int) -> Tensor:
+    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed))
+    return scores.topk(num_topk, dim=1).indices
 
 
 @dataclass(frozen=True)
@@ -118,17 +125,21 @@ def captured(body: Callable[[], None], repeats: int, session: Session) -> Iterat
 
     On CPU the replay calls `body`.
     """
+
+    def chain() -> None:
+        for _ in range(repeats):
+            body()
+
     body()
     session.meet()
     if session.stream is None:
-        yield lambda: [body() for _ in range(repeats)] and None
+        yield chain
         return
     graph = torch.cuda.CUDAGraph()
     gc.disable()  # a destructor may not run while the stream captures
     try:
         with torch.cuda.graph(graph, stream=session.stream, capture_error_mode="thread_local"):
-            for _ in range(repeats):
-                body()
+            chain()
     finally:
         gc.enable()
     session.meet()
@@ -155,7 +166,7 @@ def times_here(call: Callable[[], object], num_samples: int, session: Session) -
         call()
         mark.record(session.stream)
     torch.cuda.synchronize(session.device)
-    return [begin.elapsed_time(end) * 1e3 for begin, end in zip(marks, marks[1:], strict=False)]
+    return [begin.elapsed_time(end) * 1e3 for begin, end in pairwise(marks)]
 
 
 def slowest(times: list[float]) -> list[float]:
@@ -179,8 +190,8 @@ def _host_us(call: Callable[[], object]) -> float:
 def rates(session: Session, nbytes: int) -> dict[str, float]:
     """Measure what the memory of one GPU does while the other ranks wait, in bytes per second. Collective.
 
-    `copy` counts what is read and what is written, `write` is a fill by a kernel, `read` a sum; `peer` is a copy from one
-    GPU to another while one goes the other way, counted one way, when the ranks are on several GPUs.
+    `copy` counts what is read and what is written, `write` is a fill by a kernel, `read` a sum; `peer` is a copy from
+    one GPU to another while one goes the other way, counted one way, when the ranks are on several GPUs.
     """
     found = {}
     session.meet()
@@ -215,6 +226,14 @@ def _peer_rate(nbytes: int) -> float:
             torch.cuda.synchronize(gpu)
         best = min(best, time.perf_counter() - start)
     return nbytes / best
+
+
+def versions(session: Session) -> dict[str, str]:
+    """Return what this process runs on."""
+    if session.device.type == "cpu":
+        return {"torch": torch.__version__}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"torch": torch.__version__, "CUDA": str(torch.version.cuda), "NCCL of torch": nccl}
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

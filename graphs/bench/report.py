@@ -1,0 +1,279 @@
+"""What the records of a GPU benchmark say: limits, the table, the plot and the dated file. Needs no torch.
+
+The limit of a step is the time that memory needs for it: the payload of dispatch, padding rows, and the rows of
+combine, in bytes of the library's own accounting, each at the rate of its mix of reads and writes. Copy and write rates
+are measured in the same run. What a kernel with the other mixes reaches was measured once on an H200, beside its copy.
+Ranks that have a GPU each are also limited by the wire: a row crosses once for each of its experts on another rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+
+FAN_OUT_OVER_COPY = 3.64 / 4.26  # one read to eight write streams, against a copy
+GATHER_OVER_COPY = 4.4 / 4.26  # eight read streams to one write
+
+BASELINES = {
+    "nccl_ep_zero_copy": "NCCL EP, zero-copy",
+    "nccl_ep": "NCCL EP, staged",
+    "torch": "torch all-to-all",
+}
+OPS = (
+    "route",
+    "dispatch",
+    "combine",
+    "step",
+    "combine, staged",
+    "step, staged",
+    "step, experts",
+    "combine backward + dispatch backward",
+    "copy of live rows",
+)
+SIZES = ("R", "T", "H", "K", "E", "A")
+
+
+def sizes_of(shape: str) -> dict[str, int]:
+    """Return R, T, H, K, E and A from a shape's name."""
+    return {part[0]: int(part[1:]) for part in shape.split("-")}
+
+
+def merged(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Join the samples of rounds that measured the same thing; other fields are those of the first."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for record in records:
+        key = (record["system"], record["shape"])
+        if key not in found:
+            found[key] = {**record, "times_us": {op: list(samples) for op, samples in record["times_us"].items()}}
+            continue
+        for op, samples in record["times_us"].items():
+            found[key]["times_us"].setdefault(op, []).extend(samples)
+    return list(found.values())
+
+
+def shortened(record: Record) -> dict[str, Any]:
+    """Return a record with medians in place of its samples."""
+    medians = {op: round(statistics.median(samples), 1) for op, samples in record["times_us"].items()}
+    kept = ("system", "shape", "window", "window_bytes", "capacity_rows", "host_us", "relative_error")
+    return {name: record[name] for name in kept if name in record} | {"median_us": medians}
+
+
+def limits_us(record: Record) -> dict[str, float]:
+    """Return the least time of each op of a record of ours, in microseconds."""
+    moved, rates, num_gpus = record["traffic"], record["rates"], record["num_gpus"]
+    wire_us = record["wire_bytes"] / rates["peer"] * 1e6 if "peer" in rates else 0.0
+    staging_us = moved["staging"] / rates["copy"] / num_gpus * 1e6
+
+    def push(op: str) -> float:
+        data = (moved[op]["payload"] + moved[op]["scales"]) / (rates["copy"] * FAN_OUT_OVER_COPY)
+        return max((data + moved[op]["padding"] / rates["write"]) / num_gpus * 1e6, wire_us)
+
+    def pull(op: str) -> float:
+        return max(moved[op]["rows"] / (rates["copy"] * GATHER_OVER_COPY) / num_gpus * 1e6, wire_us)
+
+    dispatch, combine = push("dispatch"), pull("combine")
+    return {
+        "dispatch": dispatch,
+        "combine": combine,
+        "step": dispatch + combine,
+        "combine, staged": combine + staging_us,
+        "step, staged": dispatch + combine + staging_us,
+        "combine backward + dispatch backward": push("combine_backward") + pull("dispatch_backward"),
+        "copy of live rows": staging_us,
+    }
+
+
+def bytes_moved(record: Record) -> dict[str, int]:
+    """Return all bytes of each op of a record of ours."""
+    moved = {op: sum(parts.values()) for op, parts in record["traffic"].items() if isinstance(parts, dict)}
+    route, staging = record["traffic"]["route"], record["traffic"]["staging"]
+    forward = moved["dispatch"] + moved["combine"]
+    return {
+        "route": route,
+        "dispatch": moved["dispatch"],
+        "combine": moved["combine"],
+        "step": route + forward,
+        "combine, staged": moved["combine"] + staging,
+        "step, staged": route + forward + staging,
+        "combine backward + dispatch backward": moved["combine_backward"] + moved["dispatch_backward"],
+        "copy of live rows": staging,
+    }
+
+
+def table(records: Sequence[Record]) -> str:
+    """Return a Markdown table with a row for each shape and op of ours, the baselines beside it."""
+    names = list(BASELINES.values())
+    head = ["shape", "op", "epbuf us", "10 % to 90 %", "limit us", "% of limit", "GB/s", *names]
+    lines = [_line(head), "|" + "---|" * len(head)]
+    ours = [record for record in records if record["system"] == "epbuf"]
+    for record in sorted(ours, key=lambda record: _order(record["shape"])):
+        lines.extend(_line(row) for row in _rows(record, records))
+    return "\n".join(lines)
+
+
+def _rows(record: Record, records: Sequence[Record]) -> list[list[str]]:
+    limits, moved, sizes = limits_us(record), bytes_moved(record), sizes_of(record["shape"])
+    name = ", ".join(f"{letter}={sizes[letter]}" for letter in ("R", "T", "A"))
+    rows = []
+    for op in OPS:
+        if op not in record["times_us"]:
+            continue
+        median, low, high = _spread(record["times_us"][op])
+        limit = [f"{limits[op]:.0f}", f"{100 * limits[op] / median:.0f}"] if op in limits else ["", ""]
+        rate = f"{moved[op] / median / 1e3:.0f}" if op in moved else ""
+        theirs = [_baseline_us(records, system, record["shape"], op) for system in BASELINES]
+        rows.append([name, op, f"{median:.1f}", f"{low:.1f} to {high:.1f}", *limit, rate, *theirs])
+    return rows
+
+
+def host_table(records: Sequence[Record]) -> str:
+    """Return a Markdown table of what eager calls cost on the host."""
+    head = ["shape", "dispatch us", "combine us", "dispatch us, grad mode", "combine us, grad mode"]
+    lines = [_line(head), "|" + "---|" * len(head)]
+    ours = [record for record in records if record["system"] == "epbuf"]
+    for record in sorted(ours, key=lambda record: _order(record["shape"])):
+        modes = [record["host_us"][mode] for mode in ("no_grad", "grad")]
+        lines.append(
+            _line([record["shape"], *(f"{times[op]:.1f}" for times in modes for op in ("dispatch", "combine"))])
+        )
+    return "\n".join(lines)
+
+
+def rates_line(records: Sequence[Record]) -> str:
+    """Say what the memory did in this run: the median over all process groups."""
+    measured = [record["rates"] for record in records if "rates" in record]
+    names = [name for name in ("copy", "write", "read", "peer") if any(name in rates for rates in measured)]
+    medians = {name: statistics.median(rates[name] for rates in measured if name in rates) for name in names}
+    rates = ", ".join(f"{name} {rate / 1e12:.3g} TB/s" for name, rate in medians.items())
+    return f"Measured in this run: {rates} (copy counts bytes read and written, peer one way while both ways are busy)."
+
+
+def _spread(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median, and what 10 % and 90 % of the samples lie below."""
+    if len(samples) < 2:
+        return samples[0], samples[0], samples[0]
+    low, *_, high = statistics.quantiles(samples, n=10, method="inclusive")
+    return statistics.median(samples), low, high
+
+
+def _baseline_us(records: Sequence[Record], system: str, shape: str, op: str) -> str:
+    """Return a baseline's median for an op of the same shape, of the same alignment if it has one of its own."""
+    same = [r for r in records if r["system"] == system and _is_same(system, r["shape"], shape)]
+    if not same or op not in same[0]["times_us"]:
+        return ""
+    return f"{statistics.median(same[0]['times_us'][op]):.0f}"
+
+
+def _is_same(system: str, theirs: str, ours: str) -> bool:
+    letters = SIZES[:-1] if system == "torch" else SIZES
+    return all(sizes_of(theirs)[letter] == sizes_of(ours)[letter] for letter in letters)
+
+
+def _order(shape: str) -> tuple[int, int, int]:
+    sizes = sizes_of(shape)
+    return -sizes["R"], -sizes["T"], sizes["A"]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+# ---- the plot and the file ------------------------------------------------------------------------------------------
+
+
+def curves(records: Sequence[Record]) -> tuple[str, dict[str, dict[int, float]]]:
+    """Return a title and, by system, the step's time for each T.
+
+    They are of the number of ranks with most T, at the largest alignment.
+    """
+    ours = {(sizes["R"], sizes["T"]) for r in records if r["system"] == "epbuf" for sizes in [sizes_of(r["shape"])]}
+    num_ranks = max({r for r, _ in ours}, key=lambda r: (sum(other == r for other, _ in ours), r))
+    alignment = max(sizes_of(r["shape"])["A"] for r in records)
+    lines: dict[str, dict[int, float]] = {}
+    for record in records:
+        sizes = sizes_of(record["shape"])
+        if (sizes["R"], sizes["A"]) != (num_ranks, alignment):
+            continue
+        times = {op: statistics.median(samples) for op, samples in record["times_us"].items()}
+        if record["system"] != "epbuf":
+            lines.setdefault(BASELINES[record["system"]], {})[sizes["T"]] = times["step"]
+            continue
+        lines.setdefault("epbuf", {})[sizes["T"]] = times["step"]
+        lines.setdefault("epbuf, rows staged and weighted", {})[sizes["T"]] = times["step, staged"]
+        lines.setdefault("limit of the memory", {})[sizes["T"]] = limits_us(record)["step"]
+    title = (
+        f"route + dispatch + combine, bf16, R={num_ranks} H={sizes['H']} K={sizes['K']} E={sizes['E']} A={alignment}"
+    )
+    return title, lines
+
+
+def plot(records: Sequence[Record], path: Path) -> None:
+    """Draw the time of a step against T."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    title, lines = curves(records)
+    figure, axes = pyplot.subplots(figsize=(9, 6), dpi=120)
+    for name, points in lines.items():
+        style = {"linestyle": ":", "color": "black"} if name.startswith("limit") else {"marker": "o"}
+        axes.plot(sorted(points), [points[tokens] for tokens in sorted(points)], label=name, **style)
+    ticks = sorted({tokens for points in lines.values() for tokens in points})
+    axes.set(xscale="log", yscale="log", xlabel="tokens a rank (T)", ylabel="microseconds a step", title=title)
+    axes.set_xticks(ticks, [str(tokens) for tokens in ticks], minor=False)
+    axes.minorticks_off()
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def versions_line(records: Sequence[Record]) -> str:
+    """Say what ours and the baselines ran on."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        text = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        systems = found.setdefault(text, [])
+        if record["system"] not in systems:
+            systems.append(record["system"])
+    return "; ".join(f"{', '.join(systems)}: {text}" for text, systems in found.items())
+
+
+def text_of(records: Sequence[Record], machine: str, command: str, troubles: Sequence[str]) -> str:
+    """Write the dated file: hardware, versions, routing, command, times."""
+    samples = max(len(samples) for record in records for samples in record["times_us"].values())
+    windows = sorted({record["window"] for record in records if record["system"] == "epbuf"})
+    largest = max(record["window_bytes"] for record in records if record["system"] == "epbuf")
+    paragraphs = [
+        "# GPU: route, dispatch and combine against NCCL EP and torch all-to-all",
+        f"{machine}. {versions_line(records)}.",
+        f"Command: `{command}`",
+        "Routing: `torch.rand(T, E, generator=manual_seed(rank)).topk(K)` on the CPU; tokens bf16; every result equal, "
+        f"bit for bit, to plain torch. Times are microseconds of the device, medians of up to {samples} samples of the "
+        "slowest rank; what each op's chain holds is said in graphs/bench/gpu.py, how baselines are timed in peers.py.",
+        f"Windows: {', '.join(windows)}; the largest is {largest:,} bytes a rank, two frames and two workspaces. "
+        + rates_line(records),
+        table(records),
+        "Host time of an eager call, median, slowest rank:",
+        host_table(records),
+        *(["Not measured:", "\n".join(f"- {trouble}" for trouble in troubles)] if troubles else []),
+    ]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def save(text: str, records: Sequence[Record], folder: Path, gpu: str) -> list[Path]:
+    """Write DATE-GPU.md, and DATE-GPU.png beside it; return what was written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{datetime.date.today()}-{gpu}"
+    picture = folder / f"{name}.png"
+    plot(records, picture)
+    file = folder / f"{name}.md"
+    file.write_text(f"{text}\n![step time against T]({picture.name})\n")
+    return [file, picture]

@@ -1,0 +1,190 @@
+"""The GPU benchmark's own logic, and the whole of it small on CPU: no MPS, no graphs, our program and one baseline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from epbuf import EpConfig, Plan, reference
+from epbuf.accounting import traffic
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "graphs" / "bench"))  # its programs are scripts that import each other
+
+import expected  # noqa: E402
+import launch  # noqa: E402
+import measure  # noqa: E402
+import report  # noqa: E402
+
+SHAPE = measure.Shape.parse("R2-T48-H32-K2-E4-A16")
+TARGET = "R8-T4096-H7168-K8-E256-A128"
+RATES = {"copy": 4.26e12, "write": 4.3e12, "read": 4.55e12}
+
+
+def config_of(shape: measure.Shape) -> EpConfig:
+    return EpConfig(
+        num_ranks=shape.num_ranks,
+        num_experts=shape.num_experts,
+        num_topk=shape.num_topk,
+        hidden=shape.hidden,
+        max_tokens_per_rank=shape.num_tokens,
+        recv_capacity_per_rank=shape.demand_rows(),
+        expert_alignment=shape.alignment,
+    )
+
+
+def record(shape: str, system: str = "epbuf", **times: float) -> dict[str, Any]:
+    """Return what a rank program writes, with every sample of an op the same."""
+    found: dict[str, Any] = {"system": system, "shape": shape, "times_us": {op: [us] * 3 for op, us in times.items()}}
+    found["versions"] = {"torch": "2.0"}
+    if system == "epbuf":
+        sizes = measure.Shape.parse(shape)
+        counts = [[sizes.num_tokens * sizes.num_topk // sizes.num_experts] * sizes.num_experts] * sizes.num_ranks
+        moved = traffic(Plan.build(config_of(sizes)), counts, [sizes.num_tokens] * sizes.num_ranks)
+        found |= {"traffic": asdict(moved), "rates": RATES, "num_gpus": 1, "wire_bytes": 10**9}
+    return found
+
+
+def test_expected_results_are_those_of_the_reference() -> None:
+    config, cpu = config_of(SHAPE), torch.device("cpu")
+    ids = [SHAPE.topk_idx(rank) for rank in range(2)]
+    x = [expected.draw_tokens(SHAPE, rank, cpu) for rank in range(2)]
+    weights = [expected.draw_weights(SHAPE, rank) for rank in range(2)]
+    capacity = SHAPE.demand_rows()
+    routing = reference.route(config, capacity, ids)
+    recv, recv_weights, written = reference.dispatch(config, capacity, routing, x, weights)
+    right = [expected.expect(SHAPE, rank, capacity, cpu) for rank in range(2)]
+    rows = [each.expert_rows for each in right]
+    y = reference.combine(config, routing, rows)
+    weighted_y = reference.combine(config, routing, rows, recv_weights)
+    assert max(int(offs[-1]) for offs in routing.offs) == capacity
+    for rank, each in enumerate(right):
+        assert torch.equal(each.offs, routing.offs[rank])
+        assert torch.equal(each.recv, recv[rank][written[rank]])
+        assert torch.equal(each.recv_weights, recv_weights[rank][written[rank]])
+        factors = (1.0 + torch.arange(2 * rank, 2 * rank + 2)) / 4
+        zones = factors.repeat_interleave(routing.tokens_per_expert[rank]).unsqueeze(1)
+        assert torch.equal(each.expert_rows[: each.num_rows], (each.recv.float() * zones).bfloat16())
+        assert torch.equal(each.y, y[rank])
+        assert torch.equal(each.weighted_y, weighted_y[rank])
+
+
+def test_require_equal_ends_the_program_over_one_element() -> None:
+    right = torch.ones(4, dtype=torch.bfloat16)
+    expected.require_equal("y", right.clone(), right)
+    with pytest.raises(SystemExit, match="y differs from plain torch in 1 of 4"):
+        expected.require_equal("y", torch.tensor([1.0, 1.0, 1.0078125, 1.0], dtype=torch.bfloat16), right)
+
+
+def test_shape_is_written_and_read() -> None:
+    assert str(measure.Shape.parse(TARGET)) == TARGET
+    assert report.sizes_of(TARGET) == {"R": 8, "T": 4096, "H": 7168, "K": 8, "E": 256, "A": 128}
+
+
+def test_limits_are_those_of_the_memory() -> None:
+    """Even counts need no padding: 4.228 GB at 3.64 and at 4.4 TB/s."""
+    limits = report.limits_us(record(TARGET))
+    assert limits["dispatch"] == pytest.approx(1161.5, abs=0.5)
+    assert limits["combine"] == pytest.approx(960.9, abs=0.5)
+    assert limits["step"] == limits["dispatch"] + limits["combine"]
+    assert limits["combine backward + dispatch backward"] == limits["step"]
+    assert limits["combine, staged"] == pytest.approx(limits["combine"] + 2 * 3_758_096_384 / 4.26e6, abs=0.5)
+
+
+def test_wire_is_the_limit_of_ranks_with_a_gpu_each() -> None:
+    two = record(TARGET) | {"num_gpus": 8, "rates": RATES | {"peer": 0.4e12}}
+    assert report.limits_us(two)["dispatch"] == report.limits_us(two)["combine"] == pytest.approx(2500)
+
+
+def test_table_puts_baselines_beside_the_same_shape() -> None:
+    other = TARGET.replace("A128", "A16")
+    records = report.merged(
+        [
+            record(TARGET, step=2200.0, route=20.0),
+            record(TARGET, step=2400.0),
+            record(other, step=2150.0),
+            record(TARGET, "nccl_ep", step=5437.0, route=185.0),
+            record(TARGET, "torch", step=31000.0),
+        ]
+    )
+    rows = [row.split(" | ") for row in report.table(records).splitlines()[2:]]
+    assert [row[:3] for row in rows] == [
+        ["| R=8, T=4096, A=16", "step", "2150.0"],
+        ["| R=8, T=4096, A=128", "route", "20.0"],
+        ["| R=8, T=4096, A=128", "step", "2300.0"],  # both rounds
+    ]
+    assert [row[-2:] for row in rows] == [["", "31000 |"], ["185", " |"], ["5437", "31000 |"]]
+    assert rows[2][4:6] == ["2122", "92"]
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    parsed = launch.make_parser().parse_args(["--shapes", "8x4096,8x128,2x4096,1x4096", "--alignments", "16,128"])
+    return argparse.Namespace(**vars(parsed) | {"baselines": list(report.BASELINES)} | changes)
+
+
+def test_groups_run_baselines_around_ours() -> None:
+    jobs = launch.jobs_of(options())
+    assert [(job.system, job.num_ranks, len(job.shapes)) for job in jobs] == [
+        ("nccl_ep_zero_copy", 8, 1), ("nccl_ep_zero_copy", 8, 1), ("epbuf", 8, 4), ("nccl_ep", 8, 1),
+        ("nccl_ep", 8, 1), ("torch", 8, 2), ("epbuf", 2, 2), ("nccl_ep", 2, 1), ("torch", 2, 1), ("epbuf", 1, 2),
+        ("torch", 1, 1),
+    ]  # fmt: skip
+    assert jobs[0].shapes == (TARGET,)
+    assert {job.system for job in launch.jobs_of(options(baselines=[]))} == {"epbuf"}
+
+
+def test_baseline_leaves_time_for_ours(tmp_path: Path) -> None:
+    run = launch.Run(options(budget=60.0), tmp_path, time.monotonic() + 60.0)
+    baseline, ours = launch.Job("torch", 8, (TARGET,)), launch.Job("epbuf", 8, (TARGET,) * 4)
+    assert run.limit_s(ours, []) == pytest.approx(60, abs=1)
+    assert run.limit_s(baseline, []) == pytest.approx(60, abs=1)
+    assert run.limit_s(baseline, [ours]) == pytest.approx(60 - 15 - 4 * 6, abs=1)
+
+
+ENDINGS = {
+    "hangs": ("import time; print('hello'); time.sleep(60)", 1.0, "stopped after its limit of 1 s"),
+    "fails": ("import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no'); time.sleep(60)", 30.0, "rank 1 fai"),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_group_that_hangs_or_fails_is_ended_and_named(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    program, limit_s, said = ENDINGS[ending]
+    group = launch.Group([sys.executable, "-c", program], 2, dict(launch.ENVIRONMENT), tmp_path / "logs")
+    begin = time.monotonic()
+    assert group.wait(limit_s).startswith(said)
+    assert time.monotonic() - begin < 20
+    assert all(process.poll() is not None for process in group.processes)
+    assert ("rank 1: no" in group.tail()) == (ending == "fails")
+
+
+def test_whole_benchmark_runs_small_on_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, "graphs/bench/launch.py", "--device", "cpu", "--shapes", "2x48", "--alignments", "16"]
+    command += ["--hidden", "32", "--topk", "2", "--experts", "4", "--samples", "3", "--repeats", "2"]
+    command += ["--host-calls", "4", "--expert-hidden", "16", "--baselines", "torch", "--baseline-timeout", "100"]
+    command += ["--save", str(tmp_path / "results"), "--records", str(tmp_path / "records.jsonl"), "--budget", "200"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert [(each["system"], each["shape"]) for each in records] == [("epbuf", str(SHAPE)), ("torch", str(SHAPE))]
+    assert set(report.OPS) <= set(records[0]["times_us"])
+    assert {len(samples) for samples in records[0]["times_us"].values()} == {3}
+    text = next((tmp_path / "results").glob("*-cpu.md")).read_text()
+    rows = re.findall(r"^\| R=2, T=48, A=16 \| ([^|]+) \| ([\d.-]+) \|", text, re.M)
+    assert [op for op, _ in rows] == list(report.OPS)
+    assert "Not measured" not in text
+    assert next((tmp_path / "results").glob("*-cpu.png")).read_bytes().startswith(b"\x89PNG")
+    assert text.strip().splitlines()[0] in found.stdout
