@@ -42,10 +42,22 @@ void bind_fields(py::class_<Struct>& cls, const char* name, Field Struct::* fiel
 
 // `fields`: name, member, name, member, ...
 template <typename Struct, typename... Fields>
-void bind_struct(py::module_& m, const char* name, Fields... fields) {
+py::class_<Struct> bind_struct(py::module_& m, const char* name, Fields... fields) {
   py::class_<Struct> cls(m, name);
   cls.def(py::init([] { return Struct{}; }));
   bind_fields(cls, fields...);
+  return cls;
+}
+
+// A constructor from the values of some fields, the others 0: one call from Python instead of one per field, which is
+// what the struct of an eager op would otherwise cost most.
+template <typename Struct, typename... Field>
+auto from_values(Field Struct::*... field) {
+  return py::init([field...](Field... value) {
+    Struct made{};
+    ((made.*field = value), ...);
+    return made;
+  });
 }
 
 // Offsets of regions start as -1, "the plan has none": all bits set.
@@ -119,20 +131,26 @@ void bind_calls(py::module_& m) {
   bind_struct<R>(m, "RouteCall", "frame", &R::frame, "workspace", &R::workspace, "refusal", &R::refusal,
                  "check_progress", &R::check_progress, "stream", &R::stream, "topk_idx", &R::topk_idx,
                  "topk_idx_row_stride", &R::topk_idx_row_stride, "topk_idx_bytes", &R::topk_idx_bytes, "num_tokens",
-                 &R::num_tokens, "live_tokens", &R::live_tokens, "live_tokens_bytes", &R::live_tokens_bytes);
+                 &R::num_tokens, "live_tokens", &R::live_tokens, "live_tokens_bytes", &R::live_tokens_bytes)
+      .def(from_values(&R::frame, &R::workspace, &R::refusal, &R::check_progress, &R::stream, &R::topk_idx,
+                       &R::topk_idx_row_stride, &R::topk_idx_bytes, &R::num_tokens));
   using D = DispatchCall;
   bind_struct<D>(m, "DispatchCall", "frame", &D::frame, "workspace", &D::workspace, "refusal", &D::refusal,
                  "check_progress", &D::check_progress, "stream", &D::stream, "rows", &D::rows, "row_stride_bytes",
                  &D::row_stride_bytes, "scales", &D::scales, "row_scales", &D::row_scales, "scales_row_stride_bytes",
                  &D::scales_row_stride_bytes, "topk_weights", &D::topk_weights, "topk_weights_row_stride",
-                 &D::topk_weights_row_stride, "num_tokens", &D::num_tokens, "expects_open", &D::expects_open);
+                 &D::topk_weights_row_stride, "num_tokens", &D::num_tokens, "expects_open", &D::expects_open)
+      .def(from_values(&D::frame, &D::workspace, &D::refusal, &D::check_progress, &D::stream, &D::rows,
+                       &D::row_stride_bytes, &D::num_tokens));
   using C = CombineCall;
   bind_struct<C>(m, "CombineCall", "frame", &C::frame, "workspace", &C::workspace, "refusal", &C::refusal,
                  "check_progress", &C::check_progress, "stream", &C::stream, "rows", &C::rows, "row_stride_bytes",
                  &C::row_stride_bytes, "rows_source", &C::rows_source, "weights_source", &C::weights_source, "weights",
                  &C::weights, "out", &C::out, "out_row_stride_bytes", &C::out_row_stride_bytes, "out_weights",
                  &C::out_weights, "num_tokens", &C::num_tokens, "begins_use", &C::begins_use, "clears_open",
-                 &C::clears_open);
+                 &C::clears_open)
+      .def(from_values(&C::frame, &C::workspace, &C::refusal, &C::check_progress, &C::stream, &C::rows_source,
+                       &C::weights_source, &C::num_tokens));
   using W = WeightGradCall;
   bind_struct<W>(m, "WeightGradCall", "frame", &W::frame, "workspace", &W::workspace, "stream", &W::stream,
                  "expert_out", &W::expert_out, "expert_out_row_stride_bytes", &W::expert_out_row_stride_bytes,

@@ -77,6 +77,8 @@ enum Refusal : std::uint32_t {
 
 // PROGRESS packs what a rank is doing into a cell: epoch = call number, value = op | frame | workspace.
 constexpr std::uint32_t kProgressOpShift = 28;
+constexpr std::uint32_t kProgressOpMask = 7;
+constexpr std::uint32_t kProgressUnchecked = 1u << 31;  // the op came on one of several streams: equal to any other
 constexpr std::uint32_t kProgressFrameShift = 14;
 constexpr std::uint32_t kProgressIndexMask = 0x3FFF;
 constexpr std::uint32_t kAnyWorkspace = 0x3FFF;  // a refusing rank that holds no workspace; compares equal to all

@@ -6,7 +6,7 @@ Addresses and streams cross as integers, enums as their numbers. Fields mean wha
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, overload
 
 CUDA_BUILT: bool
 ANY_WORKSPACE: int
@@ -196,7 +196,22 @@ class RouteCall:
     num_tokens: int
     live_tokens: int
     live_tokens_bytes: int
+    @overload
     def __init__(self) -> None: ...
+    @overload
+    def __init__(
+        self,
+        frame: int,
+        workspace: int,
+        refusal: int,
+        check_progress: int,
+        stream: int,
+        topk_idx: int,
+        topk_idx_row_stride: int,
+        topk_idx_bytes: int,
+        num_tokens: int,
+        /,
+    ) -> None: ...
 
 class DispatchCall:
     frame: int
@@ -213,7 +228,21 @@ class DispatchCall:
     topk_weights_row_stride: int
     num_tokens: int
     expects_open: int
+    @overload
     def __init__(self) -> None: ...
+    @overload
+    def __init__(
+        self,
+        frame: int,
+        workspace: int,
+        refusal: int,
+        check_progress: int,
+        stream: int,
+        rows: int,
+        row_stride_bytes: int,
+        num_tokens: int,
+        /,
+    ) -> None: ...
 
 class CombineCall:
     frame: int
@@ -232,7 +261,21 @@ class CombineCall:
     num_tokens: int
     begins_use: int
     clears_open: int
+    @overload
     def __init__(self) -> None: ...
+    @overload
+    def __init__(
+        self,
+        frame: int,
+        workspace: int,
+        refusal: int,
+        check_progress: int,
+        stream: int,
+        rows_source: int,
+        weights_source: int,
+        num_tokens: int,
+        /,
+    ) -> None: ...
 
 class WeightGradCall:
     frame: int

@@ -50,11 +50,13 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from its module."""
+    """Load a public name from its module, once: the next look-up finds it here."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'epbuf' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(home), name)
+    found: object = getattr(importlib.import_module(home), name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

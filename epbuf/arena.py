@@ -45,6 +45,10 @@ class Arena:
         order: [1] int32, an ordinary tensor that every op mutates so that compiled code keeps program order.
         anchor: [1] float32 that requires grad, so that dispatch records a node whatever its inputs need.
         window_allocations: allocations and registrations of window memory so far; 1 after `open`, for ever.
+        token_dtype, hidden, num_topk, max_tokens_per_rank, capacity_rows: of the plan, at hand for every op's checks.
+        row_strides: (H, 1), of rows without gaps.
+        recv_in_frame: whether recv_tokens lies in the frame, not in the forward workspace.
+        may_refuse_result: whether an eager dispatch may raise once its round is complete.
     """
 
     def __init__(self, plan: Plan, group: Group, window: Window, engine: Engine, device: torch.device) -> None:
@@ -53,20 +57,37 @@ class Arena:
         self.device = device
         self.window = window
         self.engine = engine
-        self.token_dtype = TOKEN_DTYPES[plan.config.token_dtype]
+        self._copy_facts(plan)
         self.window_reason = ""
         self.window_allocations = 1
         self.order = torch.zeros(1, dtype=torch.int32, device=device)
         self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         self.handle = _C.handle_put(weakref.ref(self))
-        self.book = LeaseBook(self.handle, plan.schedule.num_frames, plan.schedule.num_workspaces, engine)
+        self.book = LeaseBook(self.handle, plan.schedule.num_frames, plan.schedule.num_workspaces, None if engine.synchronous else engine)
         self._num_own_refusals = 0
         self._group = group
         self._regions = _make_regions(plan, window)
+        self._routed = tuple(
+            (self._regions["offs"][f], self._regions["counts"][f], self._regions["overflow"][f])
+            for f in range(plan.schedule.num_frames)
+        )
         self._views: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
         self._lifetimes = {region.name: region.lifetime for region in plan.regions}
         self._base = window.peers[group.rank]
+        self._end = self._base + plan.total_bytes
+        self._addresses = {
+            name: tuple(self._base + region.offset for region in self.regions_named(name)) for name in self._lifetimes
+        }
         self._closed = False
+
+    def _copy_facts(self, plan: Plan) -> None:
+        config = plan.config
+        self.token_dtype = TOKEN_DTYPES[config.token_dtype]
+        self.hidden, self.num_topk = config.hidden, config.num_topk
+        self.max_tokens_per_rank, self.capacity_rows = config.max_tokens_per_rank, plan.capacity_rows
+        self.row_strides = (config.hidden, 1)
+        self.recv_in_frame = any(r.name == "recv_tokens" and r.lifetime == "frame" for r in plan.regions)
+        self.may_refuse_result = config.validate_ids or config.overflow_policy == "error"
 
     @classmethod
     def open(
@@ -114,22 +135,45 @@ class Arena:
 
     def region(self, name: str, index: int = 0) -> torch.Tensor:
         """Return the one tensor of a region of this rank."""
-        self.require_open(name)
+        if self._closed:
+            self.require_open(name)
         return self._regions[name][index]
+
+    def routed(self, frame: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return offs, counts and overflow of a frame: what route writes."""
+        if self._closed:
+            self.require_open("offs")
+        return self._routed[frame]
+
+    def new_token_rows(self, num_tokens: int) -> torch.Tensor:
+        """Make an ordinary tensor for one row per token.
+
+        Shapes: [num_tokens, H] token dtype, uninitialised.
+        """
+        return self._regions["expert_out"][0].new_empty((num_tokens, self.hidden))
 
     def lasting(self, key: tuple[str, int], make: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
         """Return views of regions that were made once and are kept as long as the arena."""
-        if key not in self._views:
-            self._views[key] = make()
-        return self._views[key]
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = make()
+        return found
 
     def lifetime(self, name: str) -> str:
         """Return the lifetime word of a region; KeyError if the plan has none of that name."""
         return self._lifetimes[name]
 
+    def regions_named(self, name: str) -> list[Region]:
+        """Return the regions of one name, by index."""
+        return sorted((r for r in self.plan.regions if r.name == name), key=lambda region: region.index)
+
     def address(self, name: str, index: int = 0) -> int:
         """Return where the plan puts a region in this process."""
-        return self._base + self.plan.region(name, index).offset
+        return self._addresses[name][index]
+
+    def covers(self, address: int) -> bool:
+        """Tell whether an address lies in this rank's window."""
+        return self._base <= address < self._end
 
     def window_offset(self, name: str, index: int) -> tuple[object, int]:
         """Return (window, bytes from its start)."""
@@ -153,10 +197,10 @@ class Arena:
         Raises:
             NativeError: none: a compiler handed the op a copy.
         """
-        for index in range(len(self._regions[name])):
-            if self.address(name, index) == tensor.data_ptr():
-                return index
-        raise _copied(name, tensor)
+        try:
+            return self._addresses[name].index(tensor.data_ptr())
+        except ValueError:
+            raise _copied(name, tensor) from None
 
     def expect(self, name: str, index: int, tensor: torch.Tensor) -> None:
         """Check that a tensor is a region, at the address that the plan gives it.
@@ -164,7 +208,7 @@ class Arena:
         Raises:
             NativeError: a compiler handed the op a copy.
         """
-        if self.address(name, index) != tensor.data_ptr():
+        if self._addresses[name][index] != tensor.data_ptr():
             raise _copied(name, tensor)
 
     # ---- health -------------------------------------------------------------------------------------------------
@@ -317,7 +361,7 @@ class Arena:
         self._closed = True
         _C.handle_drop(self.handle)
         self.engine.close()
-        self._regions, self._views = {}, {}
+        self._regions, self._routed, self._views = {}, (), {}
         self.window.close()
 
     def _progress(self) -> list[str]:
@@ -345,12 +389,11 @@ def arena_of(handle: int) -> Arena:
         LeaseError: it was closed.
     """
     try:
-        found = _C.handle_get(handle)()
+        found: Arena | None = _C.handle_get(handle)()
     except KeyError:
         found = None
     if found is None:
         raise LeaseError("a lease or ticket of an arena that is closed was used; open an arena and acquire again")
-    assert isinstance(found, Arena)
     return found
 
 

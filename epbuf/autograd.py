@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from epbuf import ops
 from epbuf.arena import Arena
-from epbuf.checks import check_places, check_raw_grad
+from epbuf.checks import are_placed, check_places, check_raw_grad
 from epbuf.errors import ConfigError
 from epbuf.lease import Lease, refuse_while_recording
 
@@ -108,25 +108,20 @@ def dispatch(
         PeerTimeoutError: a rank did not arrive.
     """
     arena, frame = _arena(lease), lease.frame
-    needed = {"x": x, "topk_idx": topk_idx}
-    optional = {"topk_weights": topk_weights, "x_scales": x_scales, "num_tokens": num_tokens}
-    _refuse(lease, ops.refuse_dispatch, lambda: check_places(arena, needed, optional))
-    tokens, weights, ticket = _apply(_Dispatch, arena.anchor, x, topk_weights, topk_idx, num_tokens, x_scales, lease)
+    if not are_placed(arena, (x, topk_idx), (topk_weights, x_scales, num_tokens)):
+        needed = {"x": x, "topk_idx": topk_idx}
+        optional = {"topk_weights": topk_weights, "x_scales": x_scales, "num_tokens": num_tokens}
+        _refuse(lease, ops.refuse_dispatch, lambda: check_places(arena, needed, optional))
+    sent = ops.Tokens(x, topk_idx, topk_weights, x_scales, num_tokens)
+    if _records():
+        tokens, weights, ticket = _apply(_Dispatch, arena.anchor, x, topk_weights, sent, lease)
+    else:
+        tokens, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
     lease.ticket, lease.num_tokens = ticket, x.shape[0]
     offs, per_expert, valid_per_expert, total, overflow = _routing_views(arena, frame)
     return Received(
-        tokens=tokens,
-        scales=None,
-        row_scales=None,
-        carrier=tokens,
-        topk_weights=weights,
-        offs=offs,
-        tokens_per_expert=per_expert,
-        valid_tokens_per_expert=valid_per_expert,
-        total_recv_tokens=total,
-        overflow=overflow,
-        ticket=ticket,
-    )
+        tokens, None, None, tokens, weights, offs, per_expert, valid_per_expert, total, overflow, ticket
+    )  # fmt: skip
 
 
 def combine(
@@ -151,11 +146,15 @@ def combine(
 
     Shapes: returns [T, H] token dtype.
     """
-    arena, optional = _arena(lease), {"topk_weights": topk_weights, "out": out}
-    _refuse(lease, ops.refuse_combine, lambda: check_places(arena, {"expert_out": expert_out}, optional))
+    arena = _arena(lease)
+    if not are_placed(arena, (expert_out,), (topk_weights, out)):
+        optional = {"topk_weights": topk_weights, "out": out}
+        _refuse(lease, ops.refuse_combine, lambda: check_places(arena, {"expert_out": expert_out}, optional))
     if raw_grad:
         _refuse(lease, ops.refuse_combine, lambda: check_raw_grad(arena))
-    return cast(torch.Tensor, _apply(_Combine, expert_out, topk_weights, out, lease))
+    if out is not None or _records():
+        return cast(torch.Tensor, _apply(_Combine, expert_out, topk_weights, out, lease))
+    return _forward_combine(lease, expert_out, topk_weights, None)
 
 
 def unpack(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -172,22 +171,14 @@ def unpack(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor | None, topk_idx: torch.Tensor,
-        num_tokens: torch.Tensor | None, x_scales: torch.Tensor | None, lease: Lease,
+        ctx: Any, anchor: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor | None, sent: ops.Tokens,
+        lease: Lease,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        arena, frame = _arena(lease), lease.frame
-        x_data, weights = x.detach(), None if topk_weights is None else topk_weights.detach()
-        ticket = torch.ops.epbuf.route(
-            arena.order, arena.region("offs", frame), arena.region("counts", frame), arena.region("overflow", frame),
-            lease.token, topk_idx, num_tokens, x_data, x_scales, weights,
-        )  # fmt: skip
-        recv_tokens, recv_weights = _recv_tokens(arena, frame), arena.region("recv_topk_weights", frame)
-        torch.ops.epbuf.dispatch(arena.order, recv_tokens, recv_weights, ticket, x_data, x_scales, weights)
+        tokens, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
         ctx.save_for_backward(ticket)
-        ctx.arena, ctx.num_tokens = arena, x.shape[0]
-        ctx.mark_non_differentiable(ticket)
+        ctx.arena, ctx.num_tokens = lease.arena, x.shape[0]
         ctx.set_materialize_grads(False)
-        return recv_tokens.detach(), recv_weights.detach(), ticket
+        return tokens, weights, ticket
 
     @staticmethod
     @once_differentiable
@@ -199,8 +190,8 @@ class _Dispatch(torch.autograd.Function):
         _require_backward(arena)
         dx = _token_rows(arena, ctx.num_tokens) if ctx.needs_input_grad[1] else None
         dw = _token_weights(arena, ctx.num_tokens) if ctx.needs_input_grad[2] else None
-        torch.ops.epbuf.dispatch_backward(arena.order, dx, dw, ticket, _dense(grad_tokens), _dense(grad_weights))
-        return None, dx, dw, None, None, None, None
+        ops.DISPATCH_BACKWARD(arena.order, dx, dw, ticket, _dense(grad_tokens), _dense(grad_weights))
+        return None, dx, dw, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -209,14 +200,12 @@ class _Combine(torch.autograd.Function):
         ctx: Any, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None, lease: Lease
     ) -> torch.Tensor:
         arena, ticket = _arena(lease), lease.ticket
-        y = _token_rows(arena, lease.num_tokens) if out is None else out
-        rows, weights = expert_out.detach(), None if topk_weights is None else topk_weights.detach()
-        torch.ops.epbuf.combine(arena.order, y, lease.token, ticket, rows, weights)
-        ctx.arena, ctx.num_rows, ctx.weighted = arena, expert_out.shape[0], weights is not None
-        if weights is None:
+        y = _forward_combine(lease, expert_out, topk_weights, out)
+        ctx.arena, ctx.num_rows, ctx.weighted = arena, expert_out.shape[0], topk_weights is not None
+        if topk_weights is None:
             ctx.save_for_backward(ticket)
         else:
-            ctx.save_for_backward(ticket, rows, _saved_weights(arena, lease, weights))
+            ctx.save_for_backward(ticket, expert_out, _saved_weights(arena, lease, topk_weights))
         ctx.set_materialize_grads(False)
         if out is not None:
             ctx.mark_dirty(out)
@@ -234,7 +223,7 @@ class _Combine(torch.autograd.Function):
             expert_out, weights = ctx.saved_tensors[1:]
             weights = _weights_of(arena, ticket) if weights is None else weights
         dy = _dense(grad) if grad is not None else _missing_gradient(arena, ticket)
-        torch.ops.epbuf.combine_backward(arena.order, grad_rows, grad_weights, ticket, dy, expert_out, weights)
+        ops.COMBINE_BACKWARD(arena.order, grad_rows, grad_weights, ticket, dy, expert_out, weights)
         rows = _first_rows(arena, ticket, grad_rows, ctx.num_rows)
         if grad_weights is not None:
             grad_weights = _first_rows(arena, ticket, grad_weights, ctx.num_rows)
@@ -242,11 +231,50 @@ class _Combine(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: object) -> Any:
-    return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    """Call `function.apply`; in eager code without what that adds for functorch, half of its time."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+def _records() -> bool:
+    """Tell whether a call must go through its autograd.Function: in grad mode, whatever the inputs need."""
+    return torch.is_grad_enabled() or not ops.is_direct()
+
+
+def _forward_dispatch(
+    lease: Lease, sent: ops.Tokens, x: torch.Tensor, topk_weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return views of the rows and weights that arrived, and the ticket.
+
+    `x` and `topk_weights` are those of `sent`, as traced code must see them: arguments of the autograd.Function.
+    """
+    if ops.is_direct():
+        recv_tokens, recv_weights, ticket = ops.route_and_dispatch(lease, sent)
+        return recv_tokens.detach(), recv_weights.detach(), ticket
+    arena, frame = _arena(lease), lease.frame
+    ticket = ops.ROUTE(
+        arena.order, arena.region("offs", frame), arena.region("counts", frame), arena.region("overflow", frame),
+        lease.token, sent.topk_idx, sent.num_tokens, x, sent.x_scales, topk_weights,
+    )  # fmt: skip
+    recv_tokens, recv_weights = _recv_tokens(arena, frame), arena.region("recv_topk_weights", frame)
+    ops.DISPATCH(arena.order, recv_tokens, recv_weights, ticket, x, sent.x_scales, topk_weights)
+    return recv_tokens.detach(), recv_weights.detach(), ticket
+
+
+def _forward_combine(
+    lease: Lease, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    if ops.is_direct():
+        return ops.combine_lease(lease, expert_out, topk_weights, out)
+    arena = _arena(lease)
+    y = _token_rows(arena, lease.num_tokens) if out is None else out
+    ops.COMBINE(arena.order, y, lease.token, lease.ticket, expert_out, topk_weights)
+    return y
 
 
 def _arena(lease: Lease) -> Arena:
-    return cast(Arena, lease.arena)
+    return lease.arena  # type: ignore[return-value]  # the book's tests make leases of less than an arena
 
 
 def _refuse(lease: Lease, complete_round: Any, check: Callable[[], None]) -> None:
@@ -271,7 +299,7 @@ def _make_routing_views(arena: Arena, frame: int) -> tuple[torch.Tensor, ...]:
 
 def _recv_tokens(arena: Arena, frame: int) -> torch.Tensor:
     """Return the region that this dispatch fills: the frame's, or that of the workspace that route has claimed."""
-    if arena.lifetime("recv_tokens") == "frame":
+    if arena.recv_in_frame:
         return arena.region("recv_tokens", frame)
     workspace = 0 if torch.compiler.is_compiling() else arena.book.workspace(frame, "forward") or 0
     return arena.region("recv_tokens", workspace)
@@ -286,11 +314,11 @@ def _require_backward(arena: Arena) -> None:
 
 
 def _token_rows(arena: Arena, num_tokens: int) -> torch.Tensor:
-    return torch.empty((num_tokens, arena.plan.config.hidden), dtype=arena.token_dtype, device=arena.device)
+    return torch.empty((num_tokens, arena.hidden), dtype=arena.token_dtype, device=arena.device)
 
 
 def _token_weights(arena: Arena, num_tokens: int) -> torch.Tensor:
-    return torch.empty((num_tokens, arena.plan.config.num_topk), dtype=torch.float32, device=arena.device)
+    return torch.empty((num_tokens, arena.num_topk), dtype=torch.float32, device=arena.device)
 
 
 def _saved_weights(arena: Arena, lease: Lease, weights: torch.Tensor) -> torch.Tensor | None:
@@ -322,7 +350,7 @@ def _first_rows(arena: Arena, ticket: torch.Tensor, region: torch.Tensor, num_ro
 
     The view is one that the arena keeps: autograd copies a gradient that others refer to before it becomes a `.grad`.
     """
-    if num_rows == arena.plan.capacity_rows:
+    if num_rows == arena.capacity_rows:
         return region.detach() if torch.compiler.is_compiling() else _lasting_view(arena, region)
     offs = arena.region("offs", ops.state_of(ticket)[1].frame)
     tail = torch.arange(num_rows, device=region.device) >= offs[-1]

@@ -6,14 +6,13 @@ completes the round so that no peer waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NoReturn, TypeVar
 
 import torch
 
 from epbuf import _C
 from epbuf.arena import Arena
-from epbuf.engine import TOKEN_DTYPES
 from epbuf.errors import ConfigError, EpbufError, LeaseError
 from epbuf.lease import Ticket
 
@@ -35,6 +34,18 @@ def refusal_of(error: BaseException | None) -> int:
     if error is None:
         return 0
     return getattr(error, "refusal", 0) or int(_C.Refusal.INTERNAL)
+
+
+def are_placed(arena: Arena, needed: Iterable[object], optional: Iterable[object]) -> bool:
+    """Tell at once what `check_places` spells out: whether every argument is a tensor on the arena's device."""
+    device = arena.device
+    for value in needed:
+        if not isinstance(value, torch.Tensor) or value.device != device:
+            return False
+    for value in optional:
+        if value is not None and (not isinstance(value, torch.Tensor) or value.device != device):
+            return False
+    return True
 
 
 def check_places(arena: Arena, needed: Mapping[str, object], optional: Mapping[str, object]) -> None:
@@ -69,17 +80,16 @@ def check_dispatch_order(arena: Arena, frame: int, lease: int) -> None:
 
 def check_tokens(arena: Arena, x: object, frame: int) -> torch.Tensor:
     """Check x [T, H] token dtype, row-strided, outside the regions that dispatch writes."""
-    config = arena.plan.config
-    rows = _rows(arena, "x", x, dtype=TOKEN_DTYPES[config.token_dtype])
-    if rows.shape[0] > config.max_tokens_per_rank:
+    rows = _rows(arena, "x", x)
+    if rows.shape[0] > arena.max_tokens_per_rank:
         refuse(
             _C.Refusal.TOO_MANY_TOKENS,
             ConfigError(
                 f"x has {rows.shape[0]} tokens and the plan was built for max_tokens_per_rank="
-                f"{config.max_tokens_per_rank}; build the plan for the longest batch"
+                f"{arena.max_tokens_per_rank}; build the plan for the longest batch"
             ),
         )
-    _check_outside(arena, "x", rows, "recv_tokens", frame if arena.lifetime("recv_tokens") == "frame" else None)
+    _check_outside(arena, "x", rows, "recv_tokens", frame if arena.recv_in_frame else None)
     _check_outside(arena, "x", rows, "recv_topk_weights", frame)
     return rows
 
@@ -134,8 +144,8 @@ def check_combine_order(ticket: Ticket | None, frame: int) -> Ticket:
 
 def check_expert_out(arena: Arena, expert_out: object, ticket: Ticket, workspace: int) -> tuple[torch.Tensor, bool]:
     """Check expert_out [C, H] (or the rows of trim()); tell whether it is our own region."""
-    rows = _rows(arena, "expert_out", expert_out, dtype=TOKEN_DTYPES[arena.plan.config.token_dtype])
-    capacity = arena.plan.capacity_rows
+    rows = _rows(arena, "expert_out", expert_out)
+    capacity = arena.capacity_rows
     if rows.shape[0] not in (capacity, ticket.num_rows):
         refuse(
             _C.Refusal.SHAPE,
@@ -145,8 +155,7 @@ def check_expert_out(arena: Arena, expert_out: object, ticket: Ticket, workspace
                 + ": one per row of recv.tokens"
             ),
         )
-    own = arena.region("expert_out", workspace)
-    if rows.data_ptr() == own.data_ptr() and rows.stride(0) == own.stride(0):
+    if rows.data_ptr() == arena.address("expert_out", workspace) and rows.stride() == arena.row_strides:
         return rows, True
     _check_outside(arena, "expert_out", rows, "expert_out", workspace)
     return rows, False
@@ -191,28 +200,32 @@ def check_raw_grad(arena: Arena) -> None:
 
 def check_out(arena: Arena, out: object, num_tokens: int) -> torch.Tensor:
     """Check a caller's y [T, H], outside the window."""
-    rows = _rows(arena, "out", out, dtype=TOKEN_DTYPES[arena.plan.config.token_dtype])
+    rows = _rows(arena, "out", out)
     if rows.shape[0] != num_tokens:
         refuse(_C.Refusal.SHAPE, ConfigError(f"out has {rows.shape[0]} rows and x of the dispatch had {num_tokens}"))
-    if _overlaps(rows, arena.address("control"), arena.plan.total_bytes):
+    if arena.covers(rows.data_ptr()) and rows.numel() > 0:
         refuse(_C.Refusal.OVERLAP, ConfigError("out lies in the arena's window; pass an ordinary tensor, or out=None"))
     return rows
 
 
 def check_gradient(arena: Arena, name: str, grad: object, num_rows: int) -> torch.Tensor:
     """Check a gradient of rows [num_rows, H] of the token dtype."""
-    rows = _rows(arena, name, grad, dtype=TOKEN_DTYPES[arena.plan.config.token_dtype])
+    rows = _rows(arena, name, grad)
     if rows.shape[0] != num_rows:
         refuse(_C.Refusal.SHAPE, ConfigError(f"{name} has {rows.shape[0]} rows, expected {num_rows}"))
     return rows
 
 
-def _rows(arena: Arena, name: str, value: object, *, dtype: torch.dtype) -> torch.Tensor:
+def _rows(arena: Arena, name: str, value: object) -> torch.Tensor:
+    """Check rows [n, H] of the token dtype: dense, base and stride multiples of 16 bytes."""
     rows = _tensor(name, value)
-    hidden = arena.plan.config.hidden
+    gapless = rows.stride() == arena.row_strides and rows.dtype == arena.token_dtype
+    if gapless and rows.shape[1] == arena.hidden and rows.data_ptr() % _ROW_ALIGNMENT == 0:
+        return rows  # nearly every call: nothing below can object, as a row is a multiple of 16 bytes
+    hidden = arena.hidden
     if rows.ndim != 2 or rows.shape[1] != hidden:
         refuse(_C.Refusal.SHAPE, ConfigError(f"{name} must be [rows, hidden={hidden}], found {list(rows.shape)}"))
-    _check_kind(name, rows, (dtype,))
+    _check_kind(name, rows, (arena.token_dtype,))
     if rows.shape[0] == 0:
         return rows
     stride_bytes = rows.stride(0) * rows.element_size()
@@ -237,8 +250,8 @@ def _rows(arena: Arena, name: str, value: object, *, dtype: torch.dtype) -> torc
 
 def _per_topk(arena: Arena, name: str, value: object, num_tokens: int, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
     tensor = _tensor(name, value)
-    num_topk = arena.plan.config.num_topk
-    if tensor.ndim != 2 or tensor.shape[1] != num_topk or tensor.shape[0] != num_tokens:
+    num_topk = arena.num_topk
+    if tensor.shape != (num_tokens, num_topk):
         refuse(
             _C.Refusal.SHAPE,
             ConfigError(
@@ -247,7 +260,7 @@ def _per_topk(arena: Arena, name: str, value: object, num_tokens: int, dtypes: t
             ),
         )
     _check_kind(name, tensor, dtypes)
-    if tensor.shape[0] and tensor.stride(1) != 1 and num_topk > 1:
+    if not tensor.is_contiguous() and tensor.shape[0] and tensor.stride(1) != 1 and num_topk > 1:
         refuse(
             _C.Refusal.STRIDES,
             ConfigError(f"{name} has strides {tuple(tensor.stride())}; rows must be dense: call {name}.contiguous()"),
@@ -272,7 +285,9 @@ def _check_kind(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]
 
 def _check_outside(arena: Arena, name: str, tensor: torch.Tensor, region_name: str, index: int | None) -> None:
     """Refuse a tensor that shares bytes with a region; index None: with any of that name."""
-    for region in (r for r in arena.plan.regions if r.name == region_name and index in (None, r.index)):
+    if not arena.covers(tensor.data_ptr()):
+        return  # the window is an allocation of its own: what begins elsewhere does not reach into it
+    for region in arena.regions_named(region_name) if index is None else (arena.plan.region(region_name, index),):
         if _overlaps(tensor, arena.address(region_name, region.index), region.nbytes):
             refuse(
                 _C.Refusal.OVERLAP,
@@ -283,6 +298,7 @@ def _check_outside(arena: Arena, name: str, tensor: torch.Tensor, region_name: s
 def _overlaps(tensor: torch.Tensor, start: int, nbytes: int) -> bool:
     if tensor.numel() == 0:
         return False
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = tensor.data_ptr() + (last + 1) * tensor.element_size()
-    return tensor.data_ptr() < start + nbytes and start < end
+    begin, last = tensor.data_ptr(), tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin < start + nbytes and start < begin + (last + 1) * tensor.element_size()

@@ -61,9 +61,7 @@ def demo(context: typer.Context) -> None:
 
 def bench(
     context: typer.Context,
-    device: Annotated[
-        str, typer.Option(help="cpu, or cuda: every rank, shape and baseline on this host's GPUs.")
-    ] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, or cuda: all of this host's GPUs.")] = "cpu",
 ) -> None:
     """Measure dispatch and combine against a baseline in one run (graphs/bench)."""
     scripts = {"cpu": "bench/cpu.py", "cuda": "bench/launch.py"}

@@ -20,9 +20,10 @@ from epbuf.windows import Window
 
 TOKEN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NATIVE_DTYPE = {"bf16": 0, "fp16": 1, "fp32": 2}
+_TENSOR, _WINDOW, _ZERO = int(_C.Source.TENSOR), int(_C.Source.WINDOW), int(_C.Source.ZERO)
 
 
-@dataclass
+@dataclass(slots=True)
 class Place:
     """Where a call works, and what its rank has to say about it.
 
@@ -37,7 +38,7 @@ class Place:
     refusal: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class Rows:
     """Rows that an op stages or pushes: a tensor, our own region (`in_window`), or zeros (both unset)."""
 
@@ -47,8 +48,8 @@ class Rows:
     @property
     def source(self) -> int:
         if self.in_window:
-            return int(_C.Source.WINDOW)
-        return int(_C.Source.ZERO if self.tensor is None else _C.Source.TENSOR)
+            return _WINDOW
+        return _ZERO if self.tensor is None else _TENSOR
 
 
 class Engine(Protocol):
@@ -115,31 +116,28 @@ class NativeEngine:
         self.native = _C.HostEngine(*arguments) if self.synchronous else _C.CudaEngine(*arguments, device.index or 0)
 
     def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
-        call = self._begin(_C.RouteCall(), place, "forward")
+        ids = (0, 0, 0, 0)
         if not place.refusal:
-            call.topk_idx = topk_idx.data_ptr()
-            call.topk_idx_row_stride = topk_idx.stride(0)
-            call.topk_idx_bytes = topk_idx.element_size()
-            call.num_tokens = topk_idx.shape[0]
-            if live_tokens is not None:
-                call.live_tokens, call.live_tokens_bytes = live_tokens.data_ptr(), live_tokens.element_size()
+            ids = (topk_idx.data_ptr(), topk_idx.stride(0), topk_idx.element_size(), topk_idx.shape[0])
+        call = _C.RouteCall(*self._begin(place, "forward"), *ids)
+        if live_tokens is not None and not place.refusal:
+            call.live_tokens, call.live_tokens_bytes = live_tokens.data_ptr(), live_tokens.element_size()
         return self.native.route(call)
 
     def dispatch(self, place: Place, x: torch.Tensor, topk_weights: torch.Tensor | None) -> _C.Outcome:
-        call = _token_rows(self._begin(_C.DispatchCall(), place, "forward"), x)
+        call = _C.DispatchCall(*self._begin(place, "forward"), *_token_rows(place, x))
         if topk_weights is not None:
             call.topk_weights = topk_weights.data_ptr()
             call.topk_weights_row_stride = topk_weights.stride(0)
         return self.native.dispatch(call)
 
     def combine(self, place: Place, rows: Rows, weights: torch.Tensor | None, out: torch.Tensor) -> _C.Outcome:
-        call = _staged(self._begin(_C.CombineCall(), place, "forward"), rows, Rows(weights))
+        call = _staged(self._begin(place, "forward"), rows, Rows(weights), out.shape[0])
         _token_out(call, out)
-        call.num_tokens = out.shape[0]
         return self.native.combine(call)
 
     def combine_backward(self, place: Place, grad: torch.Tensor, expects_open: bool) -> _C.Outcome:
-        call = _token_rows(self._begin(_C.DispatchCall(), place, "backward"), grad)
+        call = _C.DispatchCall(*self._begin(place, "backward"), *_token_rows(place, grad))
         call.expects_open = int(expects_open)
         return self.native.combine_backward(call)
 
@@ -158,10 +156,9 @@ class NativeEngine:
         self, place: Place, grads: tuple[Rows, Rows], out: torch.Tensor | None, out_weights: torch.Tensor | None,
         *, num_tokens: int, begins_use: bool, clears_open: bool,
     ) -> _C.Outcome:  # fmt: skip
-        call = _staged(self._begin(_C.CombineCall(), place, "backward"), *grads)
+        call = _staged(self._begin(place, "backward"), *grads, num_tokens)
         _token_out(call, out)
         call.out_weights = out_weights.data_ptr() if out_weights is not None else 0
-        call.num_tokens = num_tokens
         call.begins_use, call.clears_open = int(begins_use), int(clears_open)
         return self.native.dispatch_backward(call)
 
@@ -190,13 +187,12 @@ class NativeEngine:
             self.native.close()
         del self.native
 
-    def _begin(self, call: Any, place: Place, direction: str) -> Any:
-        call.frame, call.workspace, call.refusal = place.frame, place.workspace, place.refusal
-        call.check_progress = 1
-        if self._streams is not None:
-            call.stream = self._streams.enter(place, direction)
-            call.check_progress = int(self._streams.is_single)
-        return call
+    def _begin(self, place: Place, direction: str) -> tuple[int, int, int, int, int]:
+        """Return what all calls begin with: frame, workspace, refusal, check_progress, stream."""
+        if self._streams is None:
+            return place.frame, place.workspace, place.refusal, 1, 0
+        stream = self._streams.enter(place, direction)
+        return place.frame, place.workspace, place.refusal, int(self._streams.is_single), stream
 
 
 class StreamOrder:
@@ -207,7 +203,9 @@ class StreamOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: dict[tuple[str, int], tuple[torch.cuda.Stream, int]] = {}
+        self._index = device.index or 0
+        self._last: dict[tuple[str, int], tuple[int, int]] = {}  # (stream, capture) of the last op
+        self._latest: tuple[object, ...] = ()
         self._seen: set[int] = set()
 
     @property
@@ -216,22 +214,33 @@ class StreamOrder:
         return len(self._seen) <= 1
 
     def current(self) -> int:
-        """Return the handle of torch's current stream."""
-        return torch.cuda.current_stream(self._device).cuda_stream
+        """Return the handle of torch's current stream, without making a Stream object of it."""
+        return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def enter(self, place: Place, direction: str) -> int:
         """Let the current stream wait for the last ops of the frame and the workspace; return its handle."""
-        stream = torch.cuda.current_stream(self._device)
-        handle = stream.cuda_stream
-        if self._seen != {handle}:
-            self._seen.add(handle)
-        key = _C.capture_id(handle)
+        stream = self.current()
+        now = stream, _C.capture_id(stream)
+        latest = now, place.frame, direction, place.workspace
+        if latest == self._latest:  # the op before waited for all that this one would wait for
+            return stream
+        self._latest = latest
+        self._seen.add(stream)
         for used in (("frame", place.frame), (direction, place.workspace)):
-            last, last_key = self._last.get(used, (stream, key))
-            if last.cuda_stream != handle and last_key == key:
-                stream.wait_event(last.record_event())
-            self._last[used] = (stream, key)
-        return handle
+            last = self._last.get(used, now)
+            if last != now:
+                self._wait_for(last, now)
+            self._last[used] = now
+        return stream
+
+    def _wait_for(self, last: tuple[int, int], now: tuple[int, int]) -> None:
+        if last[0] != now[0] and last[1] == now[1]:
+            torch.cuda.current_stream(self._device).wait_event(self._stream(last[0]).record_event())
+
+    def _stream(self, handle: int) -> torch.cuda.Stream:
+        if handle == 0:  # ExternalStream(0) would be a new stream of the pool
+            return torch.cuda.default_stream(self._device)
+        return torch.cuda.ExternalStream(handle, self._device)  # type: ignore[no-untyped-call]
 
 
 def open_engine(word: str, plan: Plan, rank: int, window: Window, device: torch.device) -> Engine:
@@ -358,15 +367,15 @@ def _only(offsets: Any, lifetime: str, lifetimes: Mapping[str, str]) -> Any:
     return offsets
 
 
-def _token_rows(call: Any, rows: torch.Tensor) -> Any:
-    if not call.refusal:
-        call.rows, call.row_stride_bytes = rows.data_ptr(), rows.stride(0) * rows.element_size()
-        call.num_tokens = rows.shape[0]
-    return call
+def _token_rows(place: Place, rows: torch.Tensor) -> tuple[int, int, int]:
+    """Return address, row stride in bytes and number of rows that are pushed; nothing of a rank that refuses."""
+    if place.refusal:
+        return 0, 0, 0
+    return rows.data_ptr(), rows.stride(0) * rows.element_size(), rows.shape[0]
 
 
-def _staged(call: Any, rows: Rows, weights: Rows) -> Any:
-    call.rows_source, call.weights_source = rows.source, weights.source
+def _staged(begin: tuple[int, int, int, int, int], rows: Rows, weights: Rows, num_tokens: int) -> _C.CombineCall:
+    call = _C.CombineCall(*begin, rows.source, weights.source, num_tokens)
     if rows.tensor is not None:
         call.rows, call.row_stride_bytes = rows.tensor.data_ptr(), rows.tensor.stride(0) * rows.tensor.element_size()
     if weights.tensor is not None:
@@ -374,6 +383,6 @@ def _staged(call: Any, rows: Rows, weights: Rows) -> Any:
     return call
 
 
-def _token_out(call: Any, out: torch.Tensor | None) -> None:
+def _token_out(call: _C.CombineCall, out: torch.Tensor | None) -> None:
     if out is not None:
         call.out, call.out_row_stride_bytes = out.data_ptr(), out.stride(0) * out.element_size()

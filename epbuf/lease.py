@@ -8,6 +8,7 @@ number to a queue, and the book applies the queue at its next call.
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 import threading
 from collections import deque
@@ -22,6 +23,9 @@ import torch
 from epbuf.errors import CaptureError, LeaseError
 
 Direction = Literal["forward", "backward"]
+
+_WORD, _TOKEN = struct.Struct("=Q"), struct.Struct("=3q")  # of a ticket; of a lease: handle, frame, serial
+_OURS = ("epbuf", "torch", "contextlib", "weakref")
 
 
 class Regions(Protocol):
@@ -84,7 +88,7 @@ class Graph:
         return self.thread == threading.get_ident()
 
 
-@dataclass
+@dataclass(slots=True)
 class Ticket:
     """One dispatch, from its route until the last tensor that remembers it is gone."""
 
@@ -100,14 +104,14 @@ class Ticket:
     returned: bool = False  # its first dispatch backward has run
 
 
-@dataclass
+@dataclass(slots=True)
 class _Claim:
     serial: int
     kind: Literal["lease", "ticket"]
     where: str
 
 
-@dataclass
+@dataclass(slots=True)
 class _Frame:
     index: int
     claims: dict[int, _Claim] = field(default_factory=dict)
@@ -128,7 +132,10 @@ class LeaseBook:
         self._guard: Graph | None = None
         self.num_frames_high_water = 0
         self._frames = [_Frame(index) for index in range(num_frames)]
+        self._num_busy = 0
+        self._owners: dict[int, _Frame] = {}  # of living claims
         self._num_workspaces = num_workspaces
+        self._taken: dict[Direction, list[bool]] = {d: [False] * num_workspaces for d in ("forward", "backward")}
         self._tickets: dict[int, Ticket] = {}
         self._ended: deque[int] = deque()
         self._serial = 0
@@ -152,8 +159,7 @@ class LeaseBook:
                 graph.acquired.append(chosen.index)
             serial = self._claim(chosen, "lease", where)
             chosen.lease, chosen.dispatched = serial, False
-            busy = sum(1 for f in self._frames if f.claims)
-            self.num_frames_high_water = max(self.num_frames_high_water, busy)
+            self.num_frames_high_water = max(self.num_frames_high_water, self._num_busy)
             return chosen.index, serial
 
     def end(self, serial: int) -> None:
@@ -168,26 +174,25 @@ class LeaseBook:
 
     def holds_frame(self, frame: int, lease: int) -> bool:
         """Tell whether the lease or a ticket of its dispatch still keeps the frame."""
-        with self._lock:
-            self._apply_ended()
-            return self._frames[frame].lease == lease and bool(self._frames[frame].claims)
+        self._catch_up()
+        return self._frames[frame].lease == lease and bool(self._frames[frame].claims)
 
     def is_live_lease(self, frame: int, lease: int) -> bool:
         """Tell whether the lease itself still claims the frame."""
-        with self._lock:
-            self._apply_ended()
-            return lease in self._frames[frame].claims
+        self._catch_up()
+        return lease in self._frames[frame].claims
 
     # ---- tickets ------------------------------------------------------------------------------------------------
 
-    def open_ticket(self, frame: int, lease: int, num_tokens: int, capacity_rows: int) -> Ticket:
-        """Claim the frame once more, for the dispatch that begins."""
+    def open_ticket(
+        self, frame: int, lease: int, num_tokens: int, capacity_rows: int, graph: Graph | None
+    ) -> Ticket:  # fmt: skip
+        """Claim the frame once more, for the dispatch that begins and that `graph` records, if any does."""
         with self._lock:
             state = self._frames[frame]
             state.dispatched = True
             state.dispatched_by = self._guard.key if self._guard is not None else None
             serial = self._claim(state, "ticket", state.claims[lease].where)
-            graph = self.recording
             recorded_in = graph.key if graph is not None else None
             ticket = Ticket(serial, frame, lease, num_tokens, recorded_in, num_rows=capacity_rows)
             self._tickets[serial] = ticket
@@ -199,9 +204,8 @@ class LeaseBook:
         Raises:
             LeaseError: it ended, so its frame may belong to somebody else.
         """
-        with self._lock:
-            self._apply_ended()
-            found = self._tickets.get(serial)
+        self._catch_up()
+        found = self._tickets.get(serial)
         if found is None:
             raise LeaseError(
                 f"ticket {serial} has ended: the dispatch it belongs to failed or its arena was reset; dispatch again"
@@ -235,19 +239,20 @@ class LeaseBook:
         """
         with self._lock:
             self._apply_ended()
-            state = self._frames[frame]
-            held = state.workspace[direction]
-            chosen = held if held is not None else self._free_workspace(direction, index)
+            held = self._frames[frame].workspace[direction]
+            if held is not None:
+                return held
+            chosen = self._free_workspace(direction, index)
             if chosen is None:
                 raise LeaseError(self._no_workspace(frame, direction))
-            state.workspace[direction] = chosen
+            self._frames[frame].workspace[direction] = chosen
+            self._taken[direction][chosen] = True
             return chosen
 
     def workspace(self, frame: int, direction: Direction) -> int | None:
         """Return the workspace that a frame has claimed."""
-        with self._lock:
-            self._apply_ended()
-            return self._frames[frame].workspace[direction]
+        self._catch_up()
+        return self._frames[frame].workspace[direction]
 
     def next_workspace(self, frame: int, direction: Direction) -> int:
         """Return the workspace that `claim_workspace` would give a frame; 0 when none is free."""
@@ -259,7 +264,10 @@ class LeaseBook:
     def end_workspace(self, frame: int, direction: Direction) -> None:
         """Give a frame's workspace back to its set."""
         with self._lock:
-            self._frames[frame].workspace[direction] = None
+            held = self._frames[frame].workspace[direction]
+            if held is not None:
+                self._frames[frame].workspace[direction] = None
+                self._taken[direction][held] = False
 
     # ---- graphs -------------------------------------------------------------------------------------------------
 
@@ -274,19 +282,20 @@ class LeaseBook:
                 self.graphs[key] = Graph(key, caller(), self._captures.hold())
             return self.graphs[key]
 
-    def touch(self, frame: int, recorded_in: Hashable | None = None) -> None:
-        """Note that an op of `frame` is issued: while a graph records, the graph then holds the memory.
+    def touch(self, frame: int, recorded_in: Hashable | None = None) -> Graph | None:
+        """Note that an op of `frame` is issued: while a graph records, the graph then holds the memory. Return it.
 
         An op whose lease was recorded in another graph reserves the frame for both graphs until they die.
         """
         graph = self.recording
         if graph is None:
-            return
+            return None
         with self._lock:
             self.graphs[graph.key] = graph
             graph.frames.add(frame)
             if recorded_in is not None and recorded_in != graph.key:
                 self._frames[frame].reserved_by |= {recorded_in, graph.key}
+        return graph
 
     @contextmanager
     def recording_into(self, graph: Graph) -> Iterator[None]:
@@ -306,11 +315,7 @@ class LeaseBook:
     def live_graphs(self) -> list[Graph]:
         """Return the graphs that still hold memory of the arena."""
         with self._lock:
-            dead = [key for key, graph in self.graphs.items() if not graph.alive()]
-            for key in dead:
-                del self.graphs[key]
-            for frame in self._frames:
-                frame.reserved_by.difference_update(dead)
+            self._forget_dead_graphs()
             return list(self.graphs.values())
 
     # ---- reports ------------------------------------------------------------------------------------------------
@@ -337,35 +342,58 @@ class LeaseBook:
 
     def _claim(self, frame: _Frame, kind: Literal["lease", "ticket"], where: str) -> int:
         self._serial += 1
+        if not frame.claims:
+            self._num_busy += 1
         frame.claims[self._serial] = _Claim(self._serial, kind, where)
+        self._owners[self._serial] = frame
         return self._serial
+
+    def _catch_up(self) -> None:
+        """Apply ended claims; what then reads a single field needs no lock."""
+        if self._ended:
+            with self._lock:
+                self._apply_ended()
 
     def _apply_ended(self) -> None:
         while self._ended:
             serial = self._ended.popleft()
             self._tickets.pop(serial, None)
-            for frame in self._frames:
-                if frame.claims.pop(serial, None) is not None and not frame.claims:
-                    frame.workspace = {"forward": None, "backward": None}
+            frame = self._owners.pop(serial, None)
+            if frame is None:
+                continue
+            del frame.claims[serial]
+            if not frame.claims:
+                self._num_busy -= 1
+                self.end_workspace(frame.index, "forward")
+                self.end_workspace(frame.index, "backward")
 
     def _free_workspace(self, direction: Direction, index: int | None) -> int | None:
-        taken = {f.workspace[direction] for f in self._frames}
-        wanted = range(self._num_workspaces) if index is None else (index,)
-        return next((w for w in wanted if w not in taken), None)
+        taken = self._taken[direction]
+        if index is not None:
+            return None if taken[index] else index
+        return taken.index(False) if False in taken else None
+
+    def _forget_dead_graphs(self) -> None:
+        dead = [key for key, graph in self.graphs.items() if not graph.alive()]
+        for key in dead:
+            del self.graphs[key]
+        if dead:
+            for frame in self._frames:
+                frame.reserved_by.difference_update(dead)
 
     def _is_busy(self, frame: _Frame) -> bool:
         return bool(frame.claims or frame.reserved_by)
 
     def _free_frame(self) -> _Frame:
-        self.live_graphs()
-        free = next((f for f in self._frames if not self._is_busy(f)), None)
-        if free is None:
-            raise LeaseError(
-                f"acquire() needs a free frame and all {len(self._frames)} are busy:\n{self._who()}\n"
-                "Build the plan with a Schedule that has one frame per dispatch between its forward and its backward, "
-                "for example Schedule.sequential(num_layers) or Schedule(num_frames=...), or end a claim first"
-            )
-        return free
+        self._forget_dead_graphs()
+        for frame in self._frames:
+            if not self._is_busy(frame):
+                return frame
+        raise LeaseError(
+            f"acquire() needs a free frame and all {len(self._frames)} are busy:\n{self._who()}\n"
+            "Build the plan with a Schedule that has one frame per dispatch between its forward and its backward, "
+            "for example Schedule.sequential(num_layers) or Schedule(num_frames=...), or end a claim first"
+        )
 
     def _named_frame(self, index: int) -> _Frame:
         if not 0 <= index < len(self._frames):
@@ -373,7 +401,7 @@ class LeaseBook:
                 f"acquire(frame={index}) asks for a frame that the plan has not: it has frames 0 to "
                 f"{len(self._frames) - 1}. Take frames from the Schedule that built the plan"
             )
-        self.live_graphs()
+        self._forget_dead_graphs()
         frame = self._frames[index]
         if self._is_busy(frame):
             raise LeaseError(
@@ -402,11 +430,10 @@ class LeaseBook:
         )
 
 
-class _TicketBytes(ctypes.Array[ctypes.c_uint64]):
+class _TicketBytes(bytearray):
     """The 8 bytes of a ticket tensor. Their death ends the claim."""
 
-    _type_ = ctypes.c_uint64
-    _length_ = 1
+    __slots__ = ("book", "serial")
     book: LeaseBook
     serial: int
 
@@ -419,7 +446,7 @@ def make_ticket_tensor(book: LeaseBook, serial: int) -> torch.Tensor:
 
     Shapes: [8] uint8 cpu: arena handle and serial, 32 bits each.
     """
-    claim = _TicketBytes(serial << 32 | book.handle)
+    claim = _TicketBytes(_WORD.pack(serial << 32 | book.handle))
     claim.book, claim.serial = book, serial
     return torch.frombuffer(claim, dtype=torch.uint8)
 
@@ -450,7 +477,8 @@ class Lease:
         self.frame, self.serial = book.acquire(frame, self.where)
         self.arena = arena
         self.book = book
-        self.token = torch.tensor([book.handle, self.frame, self.serial], dtype=torch.int64)
+        token = bytearray(_TOKEN.pack(book.handle, self.frame, self.serial))
+        self.token = torch.frombuffer(token, dtype=torch.int64)
         self.ticket: torch.Tensor | None = None
         self.num_tokens = 0
         self.released = False
@@ -555,8 +583,8 @@ def caller() -> str:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    module = frame.f_globals.get("__name__", "")
-    return module.split(".")[0] in ("epbuf", "torch", "contextlib", "weakref")
+    module: str = frame.f_globals.get("__name__", "")
+    return module.startswith(_OURS) and module.partition(".")[0] in _OURS
 
 
 def refuse_while_recording(book: LeaseBook, call: str, instead: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -52,12 +53,14 @@ _SCHEMAS = (
 )
 
 
+_OK, _REFUSED = int(_C.Status.OK), int(_C.Status.REFUSED)
+
 # Columns of a COUNT row's header, as enum CountHeader of csrc/layout.h has them.
 _HEADER_REFUSAL, _HEADER_NUM_BAD_IDS, _HEADER_BAD_TOKEN = 0, 1, 2
 _HEADER_BAD_VALUE_LOW, _HEADER_BAD_VALUE_HIGH = 4, 5
 
 
-@dataclass
+@dataclass(slots=True)
 class Attempt:
     """What the checks of one op found: the values that the call needs, or why this rank refuses."""
 
@@ -74,7 +77,8 @@ class Attempt:
             check()
         except Exception as error:  # whatever it is, peers must not wait; `settle` raises it after the round
             self.error = error
-        return refusal_of(self.error)
+            return refusal_of(error)
+        return 0
 
 
 def _settle(arena: Arena, outcome: _C.Outcome, attempt: Attempt, op: str) -> None:
@@ -83,18 +87,31 @@ def _settle(arena: Arena, outcome: _C.Outcome, attempt: Attempt, op: str) -> Non
     Raises:
         EpbufError: own error; that of the refusing rank; what poisoned the arena.
     """
+    if outcome.status == _OK and attempt.error is None:
+        return
     error = attempt.take()
     try:
         if error is not None:
             arena.count_own_refusal()
-        if outcome.status == int(_C.Status.REFUSED):
+        if outcome.status == _REFUSED:
             raise error or peer_error(op, outcome.refusing_rank, outcome.refusal)
-        if outcome.status != int(_C.Status.OK):
+        if outcome.status != _OK:
             raise arena.failure() from error
         if error is not None:
             raise error
     finally:
         del error
+
+
+@dataclass(slots=True)
+class Tokens:
+    """What a dispatch sends, as its caller gave it."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
+    x_scales: torch.Tensor | None
+    num_tokens: torch.Tensor | None
 
 
 def route(
@@ -107,33 +124,9 @@ def route(
     Takes the tensors of the dispatch that follows, too: COUNT is the one place where a rank can refuse them.
     """
     handle, frame, lease = token.tolist()
-    arena = arena_of(handle)
-    arena.raise_pending()
-    book, attempt = arena.book, Attempt()
-    workspace = -1
-
-    def check() -> None:
-        nonlocal workspace
-        check_dispatch_order(arena, frame, lease)
-        check_no_scales(arena, x_scales)
-        rows = check_tokens(arena, x, frame)
-        check_topk_idx(arena, topk_idx, rows.shape[0])
-        check_topk_weights(arena, topk_weights, rows.shape[0])
-        check_live_tokens(arena, num_tokens)
-        for name, region in (("offs", offs), ("counts", counts), ("overflow", overflow)):
-            arena.expect(name, frame, region)
-        workspace = _claim(arena, frame, "forward")
-
-    refusal = attempt.run(check)
-    book.touch(frame)
-    outcome = arena.engine.route(Place(frame, workspace, refusal), topk_idx, num_tokens)
-    if outcome.status != int(_C.Status.OK) and workspace >= 0:
-        book.end_workspace(frame, "forward")
-    _settle(arena, outcome, attempt, "dispatch")
-    increment_version((offs, counts, overflow))
-    ticket = book.open_ticket(frame, lease, x.shape[0], arena.plan.capacity_rows)
-    _remember(arena, ticket, outcome)
-    return make_ticket_tensor(book, ticket.serial)
+    arena, tokens = arena_of(handle), Tokens(x, topk_idx, topk_weights, x_scales, num_tokens)
+    ticket = _route(arena, frame, lease, (offs, counts, overflow), tokens)
+    return make_ticket_tensor(arena.book, ticket.serial)
 
 
 def dispatch(
@@ -147,25 +140,7 @@ def dispatch(
         ConfigError: validate_ids and some rank's id is not below num_experts; on every rank.
     """
     arena, state = state_of(ticket)
-    book, attempt = arena.book, Attempt()
-
-    workspace = book.workspace(state.frame, "forward")
-    assert workspace is not None, "route claims the workspace and only combine ends it"
-
-    def check() -> None:
-        in_frame = arena.lifetime("recv_tokens") == "frame"
-        arena.expect("recv_tokens", state.frame if in_frame else workspace, recv_tokens)
-        arena.expect("recv_topk_weights", state.frame, recv_topk_weights)
-
-    attempt.run(check)
-    book.touch(state.frame, state.recorded_in)
-    outcome = arena.engine.dispatch(Place(state.frame, workspace), x, topk_weights)
-    increment_version((recv_tokens, recv_topk_weights))
-    if attempt.error is None and book.recording is None:
-        attempt.error = _read_refusal(arena, state) or _policy_error(arena, state)
-    if attempt.error is not None:
-        book.cancel_ticket(state)
-    _settle(arena, outcome, attempt, "dispatch")
+    _push(arena, state, (recv_tokens, recv_topk_weights), x, topk_weights)
 
 
 def combine(
@@ -174,31 +149,130 @@ def combine(
 ) -> None:  # fmt: skip
     """Stage rows unless they lie in the window, then add each token's rows in k order into `out`."""
     handle, frame, _ = token.tolist()
-    arena = arena_of(handle)
+    _pull(arena_of(handle), frame, ticket, expert_out, topk_weights, out)
+
+
+def is_direct() -> bool:
+    """Tell whether nobody watches the ops: no compiler traces and no dispatch mode is on.
+
+    Eager code then calls what stands behind an op: the dispatcher takes 2 to 3 us a call.
+    """
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+
+
+def route_and_dispatch(lease: Lease, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do what the ops route and dispatch do, in one call; return both regions and the ticket."""
+    arena, frame = cast(Arena, lease.arena), lease.frame
+    state = _route(arena, frame, lease.serial, arena.routed(frame), tokens)
+    ticket = make_ticket_tensor(arena.book, state.serial)
+    place = frame if arena.recv_in_frame else arena.book.workspace(frame, "forward") or 0
+    regions = arena.region("recv_tokens", place), arena.region("recv_topk_weights", frame)
+    _push(arena, state, regions, tokens.x, tokens.topk_weights)
+    return *regions, ticket
+
+
+def combine_lease(
+    lease: Lease, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Do what the op combine does, into a new tensor where `out` is None."""
+    arena = cast(Arena, lease.arena)
+    arena.require_open("combine")
+    return _pull(arena, lease.frame, lease.ticket, expert_out, topk_weights, out)
+
+
+def _route(
+    arena: Arena, frame: int, lease: int, regions: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tokens: Tokens
+) -> Ticket:
     arena.raise_pending()
-    attempt, found = Attempt(), Rows(in_window=True)
-    workspace = arena.book.workspace(frame, "forward")
+    book, attempt, x = arena.book, Attempt(), tokens.x
+    workspace = -1
 
     def check() -> None:
-        state = check_combine_order(None if ticket is None else state_of(ticket)[1], frame)
+        nonlocal workspace
+        check_dispatch_order(arena, frame, lease)
+        check_no_scales(arena, tokens.x_scales)
+        num_tokens = check_tokens(arena, x, frame).shape[0]
+        check_topk_idx(arena, tokens.topk_idx, num_tokens)
+        check_topk_weights(arena, tokens.topk_weights, num_tokens)
+        check_live_tokens(arena, tokens.num_tokens)
+        if regions is not arena.routed(frame):
+            _expect_routed(arena, frame, regions)
+        workspace = _claim(arena, frame, "forward")
+
+    refusal = attempt.run(check)
+    graph = book.touch(frame)
+    outcome = arena.engine.route(Place(frame, workspace, refusal), tokens.topk_idx, tokens.num_tokens)
+    if outcome.status != _OK or attempt.error is not None:
+        if workspace >= 0:
+            book.end_workspace(frame, "forward")
+        _settle(arena, outcome, attempt, "dispatch")
+    increment_version(regions)
+    ticket = book.open_ticket(frame, lease, x.shape[0], arena.capacity_rows, graph)
+    _remember(arena, ticket, outcome)
+    return ticket
+
+
+def _expect_routed(arena: Arena, frame: int, regions: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    for name, region in zip(("offs", "counts", "overflow"), regions, strict=True):
+        arena.expect(name, frame, region)
+
+
+def _push(
+    arena: Arena, state: Ticket, regions: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+) -> None:  # fmt: skip
+    book, attempt = arena.book, Attempt()
+    workspace = book.workspace(state.frame, "forward")
+    assert workspace is not None, "route claims the workspace and only combine ends it"
+
+    def check() -> None:
+        arena.expect("recv_tokens", state.frame if arena.recv_in_frame else workspace, regions[0])
+        arena.expect("recv_topk_weights", state.frame, regions[1])
+
+    attempt.run(check)
+    graph = book.touch(state.frame, state.recorded_in)
+    outcome = arena.engine.dispatch(Place(state.frame, workspace), x, topk_weights)
+    increment_version(regions)
+    if arena.may_refuse_result and attempt.error is None and graph is None:
+        attempt.error = _read_refusal(arena, state) or _policy_error(arena, state)
+    if attempt.error is not None:
+        book.cancel_ticket(state)
+    _settle(arena, outcome, attempt, "dispatch")
+
+
+def _pull(
+    arena: Arena, frame: int, ticket: torch.Tensor | None, expert_out: torch.Tensor,
+    topk_weights: torch.Tensor | None, out: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    arena.raise_pending()
+    book, attempt, found = arena.book, Attempt(), Rows(in_window=True)
+    workspace = book.workspace(frame, "forward")
+    state: Ticket | None = None
+
+    def check() -> None:
+        nonlocal state
+        state = check_combine_order(None if ticket is None else book.ticket(read_ticket(ticket)[1]), frame)
         assert workspace is not None, "a dispatch without its combine has a forward workspace"
-        rows, found.in_window = check_expert_out(arena, expert_out, state, workspace)
-        check_row_weights(arena, topk_weights, rows.shape[0], found.in_window)
-        check_out(arena, out, state.num_tokens)
-        found.tensor = None if found.in_window else rows
+        rows, in_window = check_expert_out(arena, expert_out, state, workspace)
+        check_row_weights(arena, topk_weights, rows.shape[0], in_window)
+        if out is not None:
+            check_out(arena, out, state.num_tokens)
+        found.tensor, found.in_window = None if in_window else rows, in_window
 
     refusal = attempt.run(check)
     if workspace is None or ticket is None:  # no cell is owed: all ranks run the same program and raise here
         raise attempt.take() or AssertionError("a combine without a workspace passed its checks")
-    state = arena.book.ticket(read_ticket(ticket)[1])
-    arena.book.touch(frame, state.recorded_in)
-    rows = Rows(in_window=True) if refusal else found
-    outcome = arena.engine.combine(Place(frame, workspace, refusal), rows, None if refusal else topk_weights, out)
-    if rows.tensor is not None:
+    if state is None:
+        state = book.ticket(read_ticket(ticket)[1])
+    book.touch(frame, state.recorded_in)
+    y = arena.new_token_rows(state.num_tokens) if out is None else out
+    outcome = arena.engine.combine(Place(frame, workspace, refusal), found, None if refusal else topk_weights, y)
+    if found.tensor is not None:
         increment_version(arena.region("expert_out", workspace))
     _settle(arena, outcome, attempt, "combine")
     state.combined = True
-    arena.book.end_workspace(frame, "forward")
+    book.end_workspace(frame, "forward")
+    return y
 
 
 def combine_backward(
@@ -310,13 +384,13 @@ def _remember(arena: Arena, ticket: Ticket, outcome: _C.Outcome) -> None:
 
 
 def _read_refusal(arena: Arena, ticket: Ticket) -> EpbufError | None:
-    """Read the COUNT cells of an eager dispatch on CUDA, where a policy asks for it: the one host read.
+    """Read the COUNT cells of an eager dispatch on CUDA: the one host read, made only where a policy asks for it.
 
     Notes overflow and bad ids in the ticket; returns what a rank that refused the round has to say.
     """
-    config = arena.plan.config
-    if arena.engine.synchronous or not (config.validate_ids or config.overflow_policy == "error"):
+    if arena.engine.synchronous:
         return None
+    config = arena.plan.config
     counts = arena.region("count_cells", ticket.frame).cpu() >> 32  # values; epochs are the lower halves
     headers = counts[:, config.num_experts :].tolist()
     for rank, header in enumerate(headers):
@@ -370,3 +444,10 @@ def _register() -> None:
 
 
 _register()
+
+# The overloads themselves: the packet behind `torch.ops.epbuf.route` would look for the right one at every call.
+ROUTE: torch._ops.OpOverload = torch.ops.epbuf.route.default
+DISPATCH: torch._ops.OpOverload = torch.ops.epbuf.dispatch.default
+COMBINE: torch._ops.OpOverload = torch.ops.epbuf.combine.default
+COMBINE_BACKWARD: torch._ops.OpOverload = torch.ops.epbuf.combine_backward.default
+DISPATCH_BACKWARD: torch._ops.OpOverload = torch.ops.epbuf.dispatch_backward.default

@@ -1,6 +1,6 @@
 """Train a small mixture-of-experts language model; every step is one captured graph.
 
-    python graphs/train_loop.py --ranks 2,4 --steps 300
+    python graphs/train_loop.py --ranks 2,4 --steps 200
 
 The text is real English (`pydoc_data.topics`, which every Python carries), read as bytes. The model has two MoE layers
 with eight experts each, spread over the ranks; both layers share one arena. Read these three first:
@@ -67,7 +67,7 @@ class Options:
     """What the command line says."""
 
     ranks: tuple[int, ...] = (2, 4)
-    num_steps: int = 300
+    num_steps: int = 200
     validate_every: int = 50
     device_type: str = "cpu"
     out: Path = Path("out")

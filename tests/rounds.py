@@ -190,6 +190,20 @@ def assert_round(got: dict[str, Tensor], want: dict[str, Tensor], what: str, but
         assert_same(got[name].cpu()[rows], want[name][rows], f"{name} of {what}")
 
 
+def compare(got: list[dict[str, Tensor]], want: list[dict[str, Tensor]], names: tuple[str, ...]) -> None:
+    """Compare what every rank of `play` gave, by name."""
+    for rank, (mine, reference_) in enumerate(zip(got, want, strict=True)):
+        for name in names:
+            assert_same(mine[name], reference_[name], f"{name} of rank {rank}")
+
+
+def compare_rows(got: list[dict[str, Tensor]], want: list[dict[str, Tensor]], names: tuple[str, ...]) -> None:
+    """Compare rows below offs[-1] of what every rank gave, by name; the others are garbage by contract."""
+    for rank, (mine, reference_) in enumerate(zip(got, want, strict=True)):
+        for name in names:
+            assert_rows_same(mine[name], reference_[name], int(reference_["offs"][-1]), f"{name} of rank {rank}")
+
+
 def _poison_tail(rows: Tensor, offs: Tensor) -> Tensor:
     tail = torch.arange(len(rows), device=rows.device) >= offs[-1]
     return rows.masked_fill(tail.view(-1, *[1] * (rows.ndim - 1)), NAN)

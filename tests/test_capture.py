@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -539,10 +540,8 @@ def test_bad_id_in_a_replay() -> None:
         assert_same(y, (x_of() + rank) * 3, f"y of the next replay on rank {rank}")
 
 
-def _barriers(rank: int, group: Any) -> list[bool]:
-    """Rank 1 comes late to capture; rank 0 must not run its step before."""
-    import time
-
+def _barriers(rank: int, group: Any) -> tuple[float, float]:
+    """Rank 1 comes late to capture; return when this rank came and when its step first ran."""
     arrived: list[float] = []
     with open_arena(group) as arena:
         if rank == 1:
@@ -554,7 +553,7 @@ def _barriers(rank: int, group: Any) -> list[bool]:
             return x + 1
 
         epbuf.CapturedStep.capture(arena, step, (x_of(),)).close()
-        return [came, arrived[0]]  # type: ignore[list-item]
+        return came, arrived[0]
 
 
 def test_capture_begins_with_a_barrier() -> None:

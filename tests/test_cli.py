@@ -144,7 +144,7 @@ def test_plan_flag_overrides_model(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(["plan", *SIZES, "--num-frames", "2", "--stage", "0"], ["takes no --stage"], id="by_hand_extra"),
         pytest.param(["plan", *SIZES, "--dispatch-payload", "mxfp8:tiles"], ["scale_layout='tiles'"], id="layout"),
         pytest.param(["plan", *SIZES, "--alias", "offs"], ["('offs',)", "the pairs are"], id="alias"),
-        pytest.param(["bench", "--device", "tpu"], ["tpu.py is not there", "checkout"], id="no_such_bench"),
+        pytest.param(["bench", "--device", "tpu"], ["--device tpu has no benchmark", "cpu, cuda"], id="no_such_bench"),
     ],
 )
 def test_mistake_ends_with_a_message_and_status_2(

@@ -18,14 +18,23 @@ from torch import Tensor
 import epbuf
 from epbuf import _C
 from epbuf.errors import ConfigError, NativeError
+from epbuf.windows import host
 
 SHARED = Path("/dev/shm")
 MIB = 1 << 20
 
 
-def names() -> set[str]:
-    """Return the names of shared segments of this user."""
-    return {entry.name for entry in SHARED.iterdir() if entry.stat().st_uid == os.getuid()}
+@pytest.fixture
+def prefix(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Give windows a prefix of their own, so that other runs on this machine neither sweep nor show up."""
+    word = f"epbuf-{os.getpid()}"
+    monkeypatch.setattr(host, "PREFIX", word)
+    return word
+
+
+def names(prefix: str) -> set[str]:
+    """Return the names of shared segments under a prefix."""
+    return {entry.name for entry in SHARED.iterdir() if entry.name.startswith(prefix)}
 
 
 def open_arena(group: Any = None, window: str = "host", **config: Any) -> epbuf.Arena:
@@ -55,13 +64,12 @@ def test_one_rank_needs_no_group(window: str) -> None:
         assert_right([step(arena, 0)])
 
 
-def test_window_has_no_name_once_open() -> None:
+def test_window_has_no_name_once_open(prefix: str) -> None:
     """Names are removed before open returns, so nothing stays behind whatever happens later."""
-    before = names()
     with open_arena() as arena:
-        assert names() <= before
+        assert names(prefix) == set()
         assert_right([step(arena, 0)])
-    assert names() <= before
+    assert names(prefix) == set()
 
 
 def test_two_arenas_do_not_share_memory() -> None:
@@ -77,8 +85,8 @@ def test_two_arenas_do_not_share_memory() -> None:
 
 
 @pytest.fixture
-def segment() -> Any:
-    made = _C.HostSegment.create("epbuf-test", MIB)
+def segment(prefix: str) -> Any:
+    made = _C.HostSegment.create(prefix, MIB)
     yield made
     made.unlink()
 
@@ -89,12 +97,12 @@ def test_segment_is_private_to_the_user(segment: Any) -> None:
     assert (stat.S_IMODE(found.st_mode), found.st_uid) == (0o600, os.getuid())
 
 
-def test_segment_names_are_random(segment: Any) -> None:
+def test_segment_names_are_random(segment: Any, prefix: str) -> None:
     """Two segments of one prefix have different names, both under the prefix."""
-    other = _C.HostSegment.create("epbuf-test", MIB)
+    other = _C.HostSegment.create(prefix, MIB)
     other.unlink()
     assert segment.name != other.name
-    assert segment.name.lstrip("/").startswith("epbuf-test")
+    assert segment.name.lstrip("/").startswith(prefix)
 
 
 def test_mapping_shows_the_same_bytes(segment: Any) -> None:
@@ -118,81 +126,80 @@ def test_mapping_of_a_name_that_is_gone() -> None:
         _C.HostSegment.map("/epbuf-gone", MIB)
 
 
-def test_sweep_spares_the_living(segment: Any) -> None:
+def test_sweep_spares_the_living(segment: Any, prefix: str) -> None:
     """A segment whose maker lives holds its lock, and is not swept."""
-    _C.HostSegment.sweep("epbuf-test")
-    assert segment.name.lstrip("/") in names()
+    _C.HostSegment.sweep(prefix)
+    assert segment.name.lstrip("/") in names(prefix)
 
 
-def test_sweep_spares_other_prefixes() -> None:
+def test_sweep_spares_other_prefixes(prefix: str) -> None:
     """Only names under the prefix are touched."""
     foreign = SHARED / f"other-{os.getpid()}"
     foreign.touch(0o600)
     try:
-        _C.HostSegment.sweep("epbuf-test")
+        _C.HostSegment.sweep(prefix)
         assert foreign.exists()
     finally:
         foreign.unlink()
 
 
-def test_window_larger_than_shared_memory() -> None:
+def test_window_larger_than_shared_memory(prefix: str) -> None:
     """A window that /dev/shm cannot hold is a NativeError with the size, and leaves no name."""
     room = os.statvfs(SHARED)
     nbytes = 2 * room.f_blocks * room.f_frsize
-    before = names()
     with pytest.raises((NativeError, RuntimeError, OSError, MemoryError), match=str(nbytes)):
-        _C.HostSegment.create("epbuf-test", nbytes)
-    assert names() <= before
+        _C.HostSegment.create(prefix, nbytes)
+    assert names(prefix) == set()
 
 
 # ---- killed processes ------------------------------------------------------------------------------------------------
 
 
-def _killed_in_open(rank: int, group: Any) -> None:
+def _killed_in_open(rank: int, group: Any, prefix: str) -> None:
     def die(*args: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    host.PREFIX = prefix
     _C.HostSegment.unlink = die  # type: ignore[method-assign]
     open_arena(group)
 
 
-def test_process_killed_in_open_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+def test_process_killed_in_open_leaves_nothing_to_the_next(tmp_path: Path, prefix: str) -> None:
     """A process killed between making its segment and removing the name: the next open removes it."""
-    before = names()
     with Ranks(1, tmp_path) as ranks:
-        assert [result.died for result in ranks.outcomes(1, _killed_in_open)] == [True]
-    left = names() - before
-    assert len(left) == 1, "the process did not die where it should"
+        assert [result.died for result in ranks.outcomes(1, _killed_in_open, prefix)] == [True]
+    assert len(names(prefix)) == 1, "the process did not die where it should"
     with open_arena():
-        assert not left & names()
+        assert names(prefix) == set()
 
 
-def _killed_after_open(rank: int, group: Any) -> None:
+def _killed_after_open(rank: int, group: Any, prefix: str) -> None:
+    host.PREFIX = prefix
     open_arena(group)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_processes_killed_after_open_leave_nothing(tmp_path: Path) -> None:
+def test_processes_killed_after_open_leave_nothing(tmp_path: Path, prefix: str) -> None:
     """Processes killed while they use an arena leave no name in /dev/shm."""
-    before = names()
     with Ranks(2, tmp_path) as ranks:
-        assert [result.died for result in ranks.outcomes(2, _killed_after_open)] == [True, True]
-    assert names() <= before
+        assert [result.died for result in ranks.outcomes(2, _killed_after_open, prefix)] == [True, True]
+    assert names(prefix) == set()
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
-def _over_process_group(rank: int, group: Any) -> tuple[set[str], Tensor]:
-    before = names()
-    with open_arena(group) as arena:
-        return names() - before, step(arena, rank)
+def _over_process_group(rank: int, group: Any, prefix: str) -> tuple[set[str], Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "PREFIX", prefix)
+        with open_arena(group) as arena:
+            return names(prefix), step(arena, rank)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_processes_share_windows(num_ranks: int, pool: Pool) -> None:
+def test_processes_share_windows(num_ranks: int, pool: Pool, prefix: str) -> None:
     """Processes of one group map each other's windows; their names are gone when open returns."""
-    results = pool.run(num_ranks, _over_process_group)
+    results = pool.run(num_ranks, _over_process_group, prefix)
     assert [left for left, _ in results] == [set()] * num_ranks
     assert_right([y for _, y in results])
 

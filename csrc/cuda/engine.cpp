@@ -125,8 +125,8 @@ std::vector<CellProgress> CudaEngine::progress() const {
   copy_aside(context_, cells.data(), context_.progress_cells(), cells.size() * sizeof(Cell));
   std::vector<CellProgress> all;
   for (const Cell& cell : cells) {
-    all.push_back({cell.epoch, cell.value >> kProgressOpShift, cell.value >> kProgressFrameShift & kProgressIndexMask,
-                   cell.value & kProgressIndexMask});
+    all.push_back({cell.epoch, cell.value >> kProgressOpShift & kProgressOpMask,
+                   cell.value >> kProgressFrameShift & kProgressIndexMask, cell.value & kProgressIndexMask});
   }
   return all;
 }

@@ -12,8 +12,7 @@ constexpr std::uint32_t kExchangeThreads = 384;  // half an SM: it must find roo
 constexpr std::uint32_t kSlotsThreads = 128;
 constexpr std::uint32_t kNoExpert = 0xFFFFFFFF;
 constexpr std::uint32_t kBlocksPerSm = 8;
-constexpr std::int32_t kBatch = 8;        // cells in flight per thread
-constexpr std::int32_t kChunkBatch = 16;  // counts of chunks in flight per thread
+constexpr std::int32_t kBatch = 8;  // loads in flight per thread
 constexpr std::int32_t kMaxFusedChunks = 4;
 constexpr std::size_t kMaxFusedBytes = 65536;
 constexpr std::size_t kStaticSharedBytes = 512;  // the exchange's, at most
@@ -75,7 +74,7 @@ __device__ void count_chunk(const RouteCountKernel& k, std::int32_t chunk_idx, s
 // Example, E = 4, K = 2, chunks of 2 tokens, topk_idx = {{0, 3}, {3, 9}, {1, -1}}: row 0 is {1, 0, 0, 2} and bad_ids
 // becomes {1, 3} (one id >= 4, first at token 1, k 1); row 1 is {0, 1, 0, 0}.
 __global__ void __launch_bounds__(kCountThreads) route_count_kernel(const __grid_constant__ RouteCountKernel k) {
-  extern __shared__ std::int64_t shared[];  // histogram uint32 [E]
+  extern __shared__ __align__(16) std::int64_t shared[];  // histogram uint32 [E]
   auto* histogram = reinterpret_cast<std::uint32_t*>(shared);
   for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) histogram[e] = 0;
   if (block_skips(k.call)) return;  // a barrier too
@@ -98,22 +97,25 @@ __global__ void __launch_bounds__(kCountThreads) route_count_kernel(const __grid
 struct ExchangeShared {
   std::int64_t* prefix;    // [E + 1] padded rows of the experts before
   std::int64_t* next;      // [chunks, E] the row that the chunk's next token for an expert takes
-  std::uint32_t* words;    // [max(E, threads)] partial sums of chunk groups, then rows of each expert from all ranks
+  std::uint32_t* words;    // [max(E, 4 threads)] partial sums of chunk groups, then rows of each expert from all ranks
   std::uint32_t* columns;  // [E + header] what this rank publishes
   std::uint32_t* counts;   // [chunks, E]
   std::uint32_t* keys;     // [T, K]
 };
 
 __host__ __device__ std::int64_t max_words(std::int64_t num_experts) {
-  return num_experts > kExchangeThreads ? num_experts : kExchangeThreads;
+  return num_experts > 4 * kExchangeThreads ? num_experts : 4 * kExchangeThreads;
 }
+
+// E + 1, and what follows stays 16-byte aligned.
+__host__ __device__ std::int64_t prefix_words(std::int64_t num_experts) { return (num_experts + 2) / 2 * 2; }
 
 template <bool kFused>
 __device__ ExchangeShared carve(std::int64_t* shared, const RouteExchangeKernel& k) {
   const std::int64_t num_counts = kFused ? num_chunks_of(k.ids, k.chunk_tokens) * k.num_experts : 0;
   ExchangeShared memory;
   memory.prefix = shared;
-  memory.next = memory.prefix + k.num_experts + 1;
+  memory.next = memory.prefix + prefix_words(k.num_experts);
   memory.words = reinterpret_cast<std::uint32_t*>(memory.next + num_counts);
   memory.columns = memory.words + max_words(k.num_experts);
   memory.counts = memory.columns + k.num_experts + kCountHeader;
@@ -121,27 +123,59 @@ __device__ ExchangeShared carve(std::int64_t* shared, const RouteExchangeKernel&
   return memory;
 }
 
-// The chunks are split into groups so that all threads load: thread i sums expert i % E over group i / E.
+__device__ __forceinline__ std::uint32_t plus(std::uint32_t a, std::uint32_t b) { return a + b; }
+__device__ __forceinline__ uint4 plus(uint4 a, uint4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// The chunks are split into groups so that all threads load. Thread i works on column i % num_columns of group
+// i / num_columns; a column is one expert, or four where E is a multiple of four.
+template <typename Vec>
 struct ChunkGroups {
-  std::int32_t num_groups, num_chunks, chunks_per_group;
+  std::int32_t num_columns, num_groups, num_chunks, chunks_per_group;
 
   __device__ ChunkGroups(const RouteExchangeKernel& k) {
+    num_columns = k.num_experts / static_cast<std::int32_t>(sizeof(Vec) / sizeof(std::uint32_t));
     num_chunks = k.call.refusal != kRefusalNone ? 0 : num_chunks_of(k.ids, k.chunk_tokens);
-    num_groups = max(1, min(32, static_cast<std::int32_t>(kExchangeThreads) / k.num_experts));
+    num_groups = max(1, min(32, static_cast<std::int32_t>(kExchangeThreads) / num_columns));
     chunks_per_group = (num_chunks + num_groups - 1) / num_groups;
   }
   __device__ std::int32_t begin(std::int32_t group) const { return min(num_chunks, group * chunks_per_group); }
   __device__ std::int32_t end(std::int32_t group) const { return min(num_chunks, (group + 1) * chunks_per_group); }
 };
 
-__device__ void sum_groups(const RouteExchangeKernel& k, const ChunkGroups& groups, std::uint32_t* partial) {
-  for (std::int32_t i = threadIdx.x; i < groups.num_groups * k.num_experts; i += blockDim.x) {
-    const std::int32_t group = i / k.num_experts;
-    const auto* counts = at<const std::uint32_t>(k.route_scratch) + i % k.num_experts;
-    std::uint32_t sum = 0;
-#pragma unroll 16
-    for (std::int64_t c = groups.begin(group); c < groups.end(group); ++c) sum += counts[c * k.num_experts];
+// partial [groups, columns]: out.
+template <typename Vec>
+__device__ void sum_groups(const RouteExchangeKernel& k, const ChunkGroups<Vec>& groups, Vec* partial) {
+  for (std::int32_t i = threadIdx.x; i < groups.num_groups * groups.num_columns; i += blockDim.x) {
+    const std::int32_t group = i / groups.num_columns;
+    const Vec* counts = at<const Vec>(k.route_scratch) + i % groups.num_columns;
+    const std::int32_t end = groups.end(group);
+    Vec sum{};
+#pragma unroll 8
+    for (std::int64_t c = groups.begin(group); c < end; ++c) sum = plus(sum, counts[c * groups.num_columns]);
     partial[i] = sum;
+  }
+}
+
+// In place: row c of route_scratch becomes the sum of the rows before it.
+template <typename Vec>
+__device__ void write_prefixes(const RouteExchangeKernel& k, const ChunkGroups<Vec>& groups, const Vec* partial) {
+  for (std::int32_t i = threadIdx.x; i < groups.num_groups * groups.num_columns; i += blockDim.x) {
+    const std::int32_t group = i / groups.num_columns;
+    const std::int32_t column = i % groups.num_columns;
+    Vec* counts = at<Vec>(k.route_scratch) + column;
+    const std::int32_t end = groups.end(group);
+    Vec before{};
+    for (std::int32_t g = 0; g < group; ++g) before = plus(before, partial[g * groups.num_columns + column]);
+    for (std::int64_t c = groups.begin(group); c < end; c += kBatch) {
+      Vec batch[kBatch];
+#pragma unroll
+      for (std::int32_t j = 0; j < kBatch; ++j) batch[j] = c + j < end ? counts[(c + j) * groups.num_columns] : Vec{};
+#pragma unroll
+      for (std::int32_t j = 0; j < kBatch; ++j) {
+        if (c + j < end) counts[(c + j) * groups.num_columns] = before;
+        before = plus(before, batch[j]);
+      }
+    }
   }
 }
 
@@ -159,23 +193,27 @@ __device__ void count_all(const RouteExchangeKernel& k, const ExchangeShared& me
   }
 }
 
-// One thread: the header words of this rank, and bad_ids back to "none" for the next round.
+// One thread: the header words of this rank, and bad_ids back to "none" for the next round. The block may have counted
+// ids by atomics just before, so they are not read through the first-level cache.
 __device__ void write_header(const RouteExchangeKernel& k, std::uint32_t* header) {
-  header[kHeaderRefusal] = k.call.refusal;
-  header[kHeaderNumTokens] = k.call.refusal != kRefusalNone ? 0 : num_live(k.ids);
-  header[kHeaderReserved] = 0;
+  const bool refuses = k.call.refusal != kRefusalNone;
   auto* bad_ids = at<std::uint64_t>(k.bad_ids);
-  const bool any = k.call.refusal == kRefusalNone && bad_ids[0] != 0;
-  const std::int64_t first = any ? bad_ids[1] : 0;
-  const std::int64_t value = any ? load_id(k.ids, first / k.ids.num_topk, first % k.ids.num_topk) : 0;
-  header[kHeaderNumBadIds] = any ? static_cast<std::uint32_t>(bad_ids[0]) : 0;
-  header[kHeaderBadToken] = static_cast<std::uint32_t>(first / k.ids.num_topk);
-  header[kHeaderBadTopk] = static_cast<std::uint32_t>(first % k.ids.num_topk);
+  const auto num_bad_ids = refuses ? 0 : static_cast<std::uint32_t>(load_relaxed_system(bad_ids));
+  const auto first = num_bad_ids == 0 ? 0 : static_cast<std::uint32_t>(load_relaxed_system(bad_ids + 1));
+  const std::uint32_t token = first / static_cast<std::uint32_t>(k.ids.num_topk);
+  const std::uint32_t topk = first % static_cast<std::uint32_t>(k.ids.num_topk);
+  const std::int64_t value = num_bad_ids == 0 ? 0 : load_id(k.ids, token, topk);
+  header[kHeaderRefusal] = k.call.refusal;
+  header[kHeaderNumBadIds] = num_bad_ids;
+  header[kHeaderBadToken] = token;
+  header[kHeaderBadTopk] = topk;
   header[kHeaderBadValueLow] = static_cast<std::uint32_t>(value);
   header[kHeaderBadValueHigh] = static_cast<std::uint32_t>(value >> 32);
-  if (!any) return;
-  bad_ids[0] = 0;
-  bad_ids[1] = ~std::uint64_t{0};
+  header[kHeaderNumTokens] = refuses ? 0 : num_live(k.ids);
+  header[kHeaderReserved] = 0;
+  if (num_bad_ids == 0) return;
+  store_relaxed_system(bad_ids, 0);
+  store_relaxed_system(bad_ids + 1, ~std::uint64_t{0});
 }
 
 __device__ void publish_counts(const RouteExchangeKernel& k, std::uint32_t round, const std::uint32_t* columns) {
@@ -200,29 +238,6 @@ __device__ void sum_columns(const RouteExchangeKernel& k, const std::uint32_t* p
   }
 }
 
-// In place: row c of route_scratch becomes the sum of the rows before it.
-__device__ void write_prefixes(const RouteExchangeKernel& k, const ChunkGroups& groups, const std::uint32_t* partial) {
-  for (std::int32_t i = threadIdx.x; i < groups.num_groups * k.num_experts; i += blockDim.x) {
-    const std::int32_t group = i / k.num_experts;
-    const std::int32_t expert = i % k.num_experts;
-    auto* counts = at<std::uint32_t>(k.route_scratch) + expert;
-    std::uint32_t before = 0;
-    for (std::int32_t g = 0; g < group; ++g) before += partial[g * k.num_experts + expert];
-    for (std::int64_t c = groups.begin(group); c < groups.end(group); c += kChunkBatch) {
-      std::uint32_t batch[kChunkBatch];
-#pragma unroll
-      for (std::int32_t j = 0; j < kChunkBatch; ++j) {
-        batch[j] = c + j < groups.end(group) ? counts[(c + j) * k.num_experts] : 0;
-      }
-#pragma unroll
-      for (std::int32_t j = 0; j < kChunkBatch; ++j) {
-        if (c + j < groups.end(group)) counts[(c + j) * k.num_experts] = before;
-        before += batch[j];
-      }
-    }
-  }
-}
-
 // What one thread learns from one column of COUNT: its cell of every rank.
 struct Column {
   std::uint32_t total = 0;
@@ -230,8 +245,9 @@ struct Column {
   std::int32_t first = -1;   // lowest rank with a value
 };
 
-// False: the arena is poisoned.
-__device__ bool await_column(const RouteExchangeKernel& k, const Awaited& awaited, std::int32_t column, Column* sums) {
+// False: give up, because of *failure.
+__device__ bool await_column(const RouteExchangeKernel& k, const Awaited& awaited, std::int32_t column, Column* sums,
+                             Failure* failure) {
   Patience patience;
   for (std::int32_t rank = 0; rank < k.call.num_ranks; rank += kBatch) {
     Cell batch[kBatch];
@@ -248,7 +264,7 @@ __device__ bool await_column(const RouteExchangeKernel& k, const Awaited& awaite
       for (std::int32_t j = kBatch - 1; j >= 0; --j) {
         if (rank + j < k.call.num_ranks && batch[j].epoch != awaited.epoch) late = rank + j;
       }
-      if (late >= 0 && !patience.endure(k.call, awaited, late)) return false;
+      if (late >= 0 && !patience.endure(k.call, awaited, late, failure)) return false;
     } while (late >= 0);
 #pragma unroll
     for (std::int32_t j = 0; j < kBatch; ++j) {
@@ -269,11 +285,11 @@ struct Verdict {
 
 // All threads: rows of every expert into `totals`, rows from lower ranks into route_base. False: poisoned.
 __device__ bool await_counts(const RouteExchangeKernel& k, const Awaited& awaited, std::uint32_t* totals,
-                             Verdict* verdict) {
+                             Verdict* verdict, Failure* failure) {
   bool arrived = true;
   for (std::int32_t column = threadIdx.x; column < k.num_experts + kCountHeader; column += blockDim.x) {
     Column sums;
-    arrived = arrived && await_column(k, awaited, column, &sums);
+    arrived = arrived && await_column(k, awaited, column, &sums, failure);
     if (column < k.num_experts) {
       totals[column] = sums.total;
       if (k.route_base != 0) at<std::int64_t>(k.route_base)[column] = sums.before;
@@ -285,7 +301,7 @@ __device__ bool await_counts(const RouteExchangeKernel& k, const Awaited& awaite
     }
   }
   fence_acquire_system();
-  return __syncthreads_and(arrived) && all_agree(k.call, awaited);
+  return __syncthreads_and(arrived) && all_agree(k.call, awaited, failure);
 }
 
 __device__ std::uint32_t header_of(const RouteExchangeKernel& k, std::int32_t rank, std::uint32_t word) {
@@ -440,6 +456,97 @@ __device__ void place_all(const RouteExchangeKernel& k, const ExchangeShared& me
   }
 }
 
+__device__ bool await_ack(const RouteExchangeKernel& k, std::uint32_t number, Failure* failure) {
+  if (k.ack_use == 0) return true;
+  const Cell* cells = at<const Cell>(k.call.window, k.ack_cells);
+  return await_all(k.call, {kPhaseAck, *at<const std::uint32_t>(k.ack_use), cells, 1, number}, failure);
+}
+
+// This rank's counts, the sums of `num` rows of `partial`, to every rank.
+__device__ void send_counts(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t round,
+                            const std::uint32_t* partial, std::int32_t num) {
+  __syncthreads();
+  if (threadIdx.x == kExchangeThreads - 1) {  // the thread with the fewest columns
+    at<FrameCounters>(k.frame_counters)->round = round;
+    write_header(k, memory.columns + k.num_experts);
+  }
+  sum_columns(k, partial, num, memory.columns);
+  publish_counts(k, round, memory.columns);
+}
+
+// False: give up, because of *failure.
+__device__ bool send_chunks(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t number,
+                            std::uint32_t round, Failure* failure) {
+  const bool is_wide = k.num_experts % 4 == 0;
+  const ChunkGroups<uint4> fours(k);
+  const ChunkGroups<std::uint32_t> ones(k);
+  auto* partial = reinterpret_cast<uint4*>(memory.words);
+  if (is_wide) sum_groups(k, fours, partial);
+  if (!is_wide) sum_groups(k, ones, memory.words);
+  if (!await_ack(k, number, failure)) return false;
+  send_counts(k, memory, round, memory.words, is_wide ? fours.num_groups : ones.num_groups);
+  if (is_wide) write_prefixes(k, fours, partial);
+  if (!is_wide) write_prefixes(k, ones, memory.words);
+  return true;
+}
+
+// Few tokens: the counts stay in shared memory.
+__device__ bool send_all(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t number,
+                         std::uint32_t round, Failure* failure) {
+  count_all(k, memory);
+  if (!await_ack(k, number, failure)) return false;
+  send_counts(k, memory, round, memory.counts, num_chunks_of(k.ids, k.chunk_tokens));
+  return true;
+}
+
+// What follows from everybody's counts. A refusal of the lowest rank that has one completes the round with ARRIVED.
+template <bool kFused>
+__device__ void conclude(const RouteExchangeKernel& k, const ExchangeShared& memory, const Verdict& verdict,
+                         std::uint32_t round) {
+  const bool refused = verdict.refusing_rank >= 0;
+  if (threadIdx.x == 0) store_relaxed_device(at<std::uint32_t>(k.call.refused), refused ? kOpRoute : kOpNone);
+  if (refused) {
+    const std::uint32_t refusal = header_of(k, verdict.refusing_rank, kHeaderRefusal);
+    if (threadIdx.x == 0) record_refusal(k.call, verdict.refusing_rank, refusal);
+    publish(k.call, k.arrived_cells, {round, kRefusalNone});
+  } else {
+    if (threadIdx.x == 0 && verdict.num_bad_ids != 0) record_bad_ids(k, verdict);
+    sum_zones(k, memory.words, memory.prefix);
+    write_zones(k, memory.words, memory.prefix);
+    if (threadIdx.x < kWarpSize) write_demand(k, memory.prefix);
+    __syncthreads();
+    if constexpr (kFused) place_all(k, memory);
+  }
+  __syncthreads();
+}
+
+// False: give up, because of *failure.
+template <bool kFused>
+__device__ bool exchange(const RouteExchangeKernel& k, std::int64_t* shared, Failure* failure) {
+  __shared__ Verdict verdict;
+  const ExchangeShared memory = carve<kFused>(shared, k);
+  const bool publishes = k.steps & kRoutePublish;
+  const std::uint32_t number = publishes ? begin_call(k.call) : current_call(k.call);
+  const std::uint32_t round = at<const FrameCounters>(k.frame_counters)->round + (publishes ? 1 : 0);
+
+  if (publishes) {
+    constexpr auto send = kFused ? send_all : send_chunks;
+    if (!send(k, memory, number, round, failure)) return false;
+    __syncthreads();
+  }
+  if (k.steps & kRouteAwait) {
+    const Cell* cells = at<const Cell>(k.call.window, k.count_cells);
+    const Awaited awaited{kPhaseCount, round, cells, k.num_experts + kCountHeader, number};
+    if (!await_counts(k, awaited, memory.words, &verdict, failure)) return false;
+    conclude<kFused>(k, memory, verdict, round);
+  }
+  if ((k.steps & kRouteAwaitRefused) && refused_op(k.call) == kOpRoute) {
+    const Cell* cells = at<const Cell>(k.call.window, k.arrived_cells);
+    return await_all(k.call, {kPhaseArrived, round, cells, 1, number}, failure);
+  }
+  return true;
+}
+
 // Shapes: one block. route_scratch [chunks, E] int32: counts in, prefixes over the chunks out; count_cells [R, E + 8]
 // of every rank; route_base [E] int64, offs [L] int32, counts [2 L + 1] int64, overflow [1] float32: out.
 //
@@ -451,64 +558,10 @@ __device__ void place_all(const RouteExchangeKernel& k, const ExchangeShared& me
 template <bool kFused>
 __global__ void __launch_bounds__(kExchangeThreads, 2)
     route_exchange_kernel(const __grid_constant__ RouteExchangeKernel k) {
-  extern __shared__ std::int64_t shared[];
-  __shared__ Verdict verdict;
-  const ExchangeShared memory = carve<kFused>(shared, k);
-  auto* round_word = &at<FrameCounters>(k.frame_counters)->round;
-  auto* mark = at<std::uint32_t>(k.call.refused);
+  extern __shared__ __align__(16) std::int64_t shared[];
   if (block_skips(k.call)) return;
-
-  const std::uint32_t number = (k.steps & kRoutePublish) ? begin_call(k.call) : current_call(k.call);
-  const std::uint32_t round = *round_word + ((k.steps & kRoutePublish) ? 1 : 0);
-  const Cell* count_cells = at<const Cell>(k.call.window, k.count_cells);
-  const Cell* arrived_cells = at<const Cell>(k.call.window, k.arrived_cells);
-
-  if (k.steps & kRoutePublish) {
-    const ChunkGroups groups(k);
-    const std::uint32_t* partial = kFused ? memory.counts : memory.words;
-    if constexpr (kFused) {
-      count_all(k, memory);
-    } else {
-      sum_groups(k, groups, memory.words);
-    }
-    if (k.ack_use != 0) {
-      const Cell* ack_cells = at<const Cell>(k.call.window, k.ack_cells);
-      if (!await_all(k.call, {kPhaseAck, *at<const std::uint32_t>(k.ack_use), ack_cells, 1, number})) return;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      *round_word = round;
-      write_header(k, memory.columns + k.num_experts);
-    }
-    sum_columns(k, partial, kFused ? groups.num_chunks : groups.num_groups, memory.columns);
-    publish_counts(k, round, memory.columns);
-    if constexpr (!kFused) write_prefixes(k, groups, memory.words);
-    __syncthreads();
-  }
-
-  if (k.steps & kRouteAwait) {
-    const Awaited awaited{kPhaseCount, round, count_cells, k.num_experts + kCountHeader, number};
-    if (!await_counts(k, awaited, memory.words, &verdict)) return;
-    const bool refused = verdict.refusing_rank >= 0;
-    if (threadIdx.x == 0) store_relaxed_device(mark, refused ? kOpRoute : kOpNone);
-    if (refused) {
-      if (threadIdx.x == 0)
-        record_refusal(k.call, verdict.refusing_rank, header_of(k, verdict.refusing_rank, kHeaderRefusal));
-      publish(k.call, k.arrived_cells, {round, kRefusalNone});
-    } else {
-      if (threadIdx.x == 0 && verdict.num_bad_ids != 0) record_bad_ids(k, verdict);
-      sum_zones(k, memory.words, memory.prefix);
-      write_zones(k, memory.words, memory.prefix);
-      if (threadIdx.x < kWarpSize) write_demand(k, memory.prefix);
-      __syncthreads();
-      if constexpr (kFused) place_all(k, memory);
-    }
-    __syncthreads();
-  }
-
-  if ((k.steps & kRouteAwaitRefused) && refused_op(k.call) == kOpRoute) {
-    await_all(k.call, {kPhaseArrived, round, arrived_cells, 1, number});
-  }
+  Failure failure;
+  if (!exchange<kFused>(k, shared, &failure)) report(k.call, failure);
 }
 
 // One block: the slots of a chunk. The ranks within the chunk are one warp's work; the others fetch for it.
@@ -538,7 +591,7 @@ __device__ void place_chunk(const RouteSlotsKernel& k, std::int32_t chunk_idx, s
 // Example, rank 1 of the exchange's example, K = 2, topk_idx = {{0, 3}, {3, 0}}: route_base = {3, 9, 0, 5}, so the
 // slots are {{rank 0 row 3, rank 1 row 5}, {rank 1 row 6, rank 0 row 4}}.
 __global__ void __launch_bounds__(kSlotsThreads) route_slots_kernel(const __grid_constant__ RouteSlotsKernel k) {
-  extern __shared__ std::int64_t shared[];  // next int64 [E], keys uint32 [chunk_tokens * K]
+  extern __shared__ __align__(16) std::int64_t shared[];  // next int64 [E], keys uint32 [chunk_tokens * K]
   auto* keys = reinterpret_cast<std::uint32_t*>(shared + k.num_experts);
   if (block_stops(k.call)) return;
 
@@ -548,7 +601,7 @@ __global__ void __launch_bounds__(kSlotsThreads) route_slots_kernel(const __grid
 }
 
 std::size_t exchange_bytes(std::int64_t num_experts) {
-  return sizeof(std::int64_t) * (num_experts + 1) +
+  return sizeof(std::int64_t) * prefix_words(num_experts) +
          sizeof(std::uint32_t) * (max_words(num_experts) + num_experts + kCountHeader);
 }
 

@@ -1,9 +1,13 @@
 // The one-block kernels that talk to the peers: they run in stream order between the kernels that move rows.
+#include <algorithm>
+
 #include "kernels.h"
 #include "wait.cuh"
 
 namespace epbuf::cuda {
 namespace {
+
+constexpr std::uint32_t kMaxThreads = 256;
 
 // The lowest rank whose cell carries a refusal, num_ranks if none does. Valid between the wait for the cells and this
 // rank's next signal, until which no peer can overwrite them.
@@ -37,15 +41,8 @@ __device__ void update_open(const SignalKernel& k) {
   if (k.steps & kSignalClearOpen) counters->open = 0;
 }
 
-// Shapes: one block, a thread for each rank (in turns past 1024).
-//
-// Example, combine of rank 0 of 2 on workspace 0, its third use (*epoch = 2), steps Begin | Advance | Publish | Await |
-// Judge: *epoch = 3; cell 0 of READY becomes {3, 0} at ranks 0 and 1; the block waits until its own READY cells are
-// {3, _} and {3, _}. If cell 1 is {3, kRefusalDtype}, rank 1 is recorded, the frame is marked with kOpCombine, and the
-// pull that follows in the stream does nothing.
-__global__ void __launch_bounds__(1024) signal_kernel(const __grid_constant__ SignalKernel k) {
-  if (block_skips(k.call)) return;
-
+// False: the arena is poisoned.
+__device__ bool run_signal(const SignalKernel& k, Failure* failure) {
   const std::uint32_t number = (k.steps & kSignalBegin) ? begin_call(k.call) : current_call(k.call);
   auto* epoch_word = at<std::uint32_t>(k.epoch);
   const Cell* cells = at<const Cell>(k.call.window, k.cells);
@@ -53,7 +50,7 @@ __global__ void __launch_bounds__(1024) signal_kernel(const __grid_constant__ Si
   if (k.steps & kSignalAwaitAck) {
     const Cell* ack_cells = at<const Cell>(k.call.window, k.ack_cells);
     const std::uint32_t last_use = *at<const std::uint32_t>(k.ack_use);
-    if (!await_all(k.call, {k.ack_phase, last_use, ack_cells, 1, number})) return;
+    if (!await_all(k.call, {k.ack_phase, last_use, ack_cells, 1, number}, failure)) return false;
   }
 
   // Every thread reads the old word before thread 0 writes the new one.
@@ -65,7 +62,7 @@ __global__ void __launch_bounds__(1024) signal_kernel(const __grid_constant__ Si
 
   const bool was_refused = refused_op(k.call) == k.call.op;
   if ((k.steps & kSignalAwait) || ((k.steps & kSignalAwaitRefused) && was_refused)) {
-    if (!await_all(k.call, {k.phase, epoch, cells, 1, number})) return;
+    if (!await_all(k.call, {k.phase, epoch, cells, 1, number}, failure)) return false;
   }
 
   bool refused = was_refused;
@@ -75,6 +72,19 @@ __global__ void __launch_bounds__(1024) signal_kernel(const __grid_constant__ Si
     if (threadIdx.x == 0) judge(k, cells, refusing);
   }
   if (threadIdx.x == 0 && !refused) update_open(k);
+  return true;
+}
+
+// Shapes: one block, a thread for each rank, in turns.
+//
+// Example, combine of rank 0 of 2 on workspace 0, its third use (*epoch = 2), steps Begin | Advance | Publish | Await |
+// Judge: *epoch = 3; cell 0 of READY becomes {3, 0} at ranks 0 and 1; the block waits until its own READY cells are
+// {3, _} and {3, _}. If cell 1 is {3, kRefusalDtype}, rank 1 is recorded, the frame is marked with kOpCombine, and the
+// pull that follows in the stream does nothing.
+__global__ void __launch_bounds__(kMaxThreads) signal_kernel(const __grid_constant__ SignalKernel k) {
+  if (block_skips(k.call)) return;
+  Failure failure;
+  if (!run_signal(k, &failure)) report(k.call, failure);
 }
 
 // Example: rank 2 leaves its `with` block by an exception: ABORT cell 2 of every rank becomes {1, kAborted}, its own
@@ -89,8 +99,9 @@ __global__ void abort_kernel(const __grid_constant__ AbortKernel k) {
 }  // namespace
 
 void launch_signal(const SignalKernel& kernel, const Target& target) {
-  const std::uint32_t warps = (static_cast<std::uint32_t>(kernel.call.num_ranks) + kWarpSize - 1) / kWarpSize;
-  launch("signal_kernel", signal_kernel, {1, (warps < 32 ? warps : 32) * kWarpSize}, kernel, target.stream);
+  const std::uint32_t num_warps = (static_cast<std::uint32_t>(kernel.call.num_ranks) + kWarpSize - 1) / kWarpSize;
+  const std::uint32_t num_threads = std::min(num_warps * kWarpSize, kMaxThreads);
+  launch("signal_kernel", signal_kernel, {1, num_threads}, kernel, target.stream);
 }
 
 void launch_abort(const AbortKernel& kernel, const Target& target) {

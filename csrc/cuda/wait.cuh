@@ -26,12 +26,13 @@ __device__ __forceinline__ std::uint64_t window_of(const KernelCall& call, std::
 }
 
 __device__ __forceinline__ std::uint32_t pack_progress(const KernelCall& call) {
-  return call.op << kProgressOpShift |
+  return (call.check_progress != 0 ? 0 : kProgressUnchecked) | call.op << kProgressOpShift |
          (static_cast<std::uint32_t>(call.frame) & kProgressIndexMask) << kProgressFrameShift |
          (static_cast<std::uint32_t>(call.workspace) & kProgressIndexMask);
 }
 
 __device__ __forceinline__ bool same_progress(std::uint32_t a, std::uint32_t b) {
+  if (((a | b) & kProgressUnchecked) != 0) return true;
   const bool any = (a & kProgressIndexMask) == kAnyWorkspace || (b & kProgressIndexMask) == kAnyWorkspace;
   const std::uint32_t ignored = any ? kProgressIndexMask : 0;
   return (a | ignored) == (b | ignored);
@@ -45,40 +46,17 @@ __device__ __forceinline__ Cell abort_of(const KernelCall& call, std::int32_t pe
   return load_fenced_system(at<const Cell>(call.window, call.abort_cells) + peer);
 }
 
-// One thread tells every rank, this one included.
-__device__ inline void tell_abort(const KernelCall& call, std::uint32_t reason, std::int32_t blamed) {
-  const std::uint32_t blame = static_cast<std::uint32_t>(blamed + 1) << kAbortBlameShift;
-  fence_release_system();
-#pragma unroll 1
-  for (std::int32_t peer = 0; peer < call.num_ranks; ++peer) {
-    Cell* cell = at<Cell>(window_of(call, peer), call.abort_cells) + call.rank;
-    store_fenced_system(cell, {1, blame | (reason & kAbortReasonMask)});
-  }
-}
-
-// Always false, so that a wait can return it. kAborted is what an ABORT that went to every rank has told this one.
-__device__ inline bool fail(Status status, const KernelCall& call, const Awaited& awaited, std::int32_t peer) {
-  const Cell progress = progress_of(call, peer);
-  ErrorRecord error{};
-  error.status = status;
-  error.op = call.op;
-  error.phase = awaited.phase;
-  error.peer = peer;
-  error.call = awaited.call;
-  error.frame = static_cast<std::uint32_t>(call.frame);
-  error.workspace = static_cast<std::uint32_t>(call.workspace) & kProgressIndexMask;
-  error.expected_epoch = awaited.epoch;
-  error.seen_epoch = load_relaxed_system(awaited.cells + peer * awaited.cells_per_rank).epoch;
-  error.peer_call = progress.epoch;
-  error.peer_progress = progress.value;
-  if (record_failure(call, error) && status != kAborted) tell_abort(call, status, peer);
-  return false;
-}
+// Why a wait ended without its cells.
+struct Failure {
+  Status status = kOk;
+  std::int32_t peer = 0;
+  Awaited awaited = {};
+};
 
 // The loops over all ranks keep several loads in flight: a look must not take longer than the wait it belongs to.
 __device__ inline std::int32_t find_abort(const KernelCall& call) {
   std::int32_t aborter = -1;
-#pragma unroll 8
+#pragma unroll 4
   for (std::int32_t peer = call.num_ranks - 1; peer >= 0; --peer) {
     if (abort_of(call, peer).epoch != 0) aborter = peer;
   }
@@ -95,7 +73,7 @@ __device__ __forceinline__ bool mismatches(const KernelCall& call, const Awaited
 __device__ inline std::int32_t find_mismatch(const KernelCall& call, const Awaited& awaited) {
   std::int32_t other = -1;
   if (call.check_progress == 0) return other;
-#pragma unroll 8
+#pragma unroll 4
   for (std::int32_t peer = call.num_ranks - 1; peer >= 0; --peer) {
     if (mismatches(call, awaited, peer)) other = peer;
   }
@@ -103,43 +81,79 @@ __device__ inline std::int32_t find_mismatch(const KernelCall& call, const Await
 }
 
 // Names the rank that is missing, not the rank that noticed first.
-__device__ inline bool adopt_abort(const KernelCall& call, const Awaited& awaited, std::int32_t aborter) {
+__device__ inline Failure adopt_abort(const KernelCall& call, const Awaited& awaited, std::int32_t aborter) {
   const std::uint32_t value = abort_of(call, aborter).value;
   const std::int32_t blamed = static_cast<std::int32_t>(value >> kAbortBlameShift) - 1;
   const bool other_is_late = (value & kAbortReasonMask) == kTimeout && blamed >= 0 && blamed != call.rank;
-  return other_is_late ? fail(kTimeout, call, awaited, blamed) : fail(kAborted, call, awaited, aborter);
+  return {other_is_late ? kTimeout : kAborted, other_is_late ? blamed : aborter, awaited};
 }
 
 // How one thread passes the time of one wait.
 class Patience {
  public:
-  // Called after each poll that found nothing. False: the arena is poisoned, and by whom is recorded.
-  __device__ __forceinline__ bool endure(const KernelCall& call, const Awaited& awaited, std::int32_t peer) {
+  // Called after each poll that found nothing. False: give up, because of *failure.
+  __device__ __forceinline__ bool endure(const KernelCall& call, const Awaited& awaited, std::int32_t peer,
+                                         Failure* failure) {
     if (++num_polls_ < kEagerPolls) return true;
     __nanosleep(kNapNs);
-    return num_polls_ % kPollsPerLook != 0 || look_around(call, awaited, peer);
+    if (num_polls_ % kPollsPerLook != 0) return true;
+    *failure = look_around(call, awaited, peer);
+    return failure->status == kOk;
   }
 
  private:
   // ABORT is read before PROGRESS: a rank that saw a mismatch published its PROGRESS before its ABORT.
-  __device__ bool look_around(const KernelCall& call, const Awaited& awaited, std::int32_t peer) {
+  __device__ Failure look_around(const KernelCall& call, const Awaited& awaited, std::int32_t peer) {
     const std::uint64_t now = device_time_ns();
     if (deadline_ns_ == 0) deadline_ns_ = now + call.timeout_us * 1000;
-    if (is_poisoned(call)) return false;
     const std::int32_t aborter = find_abort(call);
     const std::int32_t other = find_mismatch(call, awaited);
-    if (other >= 0) return fail(kMismatch, call, awaited, other);
-    if (aborter < 0) return now < deadline_ns_ || fail(kTimeout, call, awaited, peer);
+    if (is_poisoned(call)) return {kPoisoned, peer, awaited};
+    if (other >= 0) return {kMismatch, other, awaited};
+    if (aborter < 0) return {now < deadline_ns_ ? kOk : kTimeout, peer, awaited};
     // The PROGRESS that the aborter found different may still be on its way to this rank.
     const bool settles = call.check_progress != 0 && (abort_of(call, aborter).value & kAbortReasonMask) == kMismatch;
     if (!settles || now >= deadline_ns_) return adopt_abort(call, awaited, aborter);
     deadline_ns_ = min(deadline_ns_, now + kSettleNs);
-    return true;
+    return {kOk, peer, awaited};
   }
 
   std::uint32_t num_polls_ = 0;
   std::uint64_t deadline_ns_ = 0;
 };
+
+// One thread tells every rank, this one included.
+__device__ inline void tell_abort(const KernelCall& call, std::uint32_t reason, std::int32_t blamed) {
+  const std::uint32_t blame = static_cast<std::uint32_t>(blamed + 1) << kAbortBlameShift;
+  fence_release_system();
+#pragma unroll 1
+  for (std::int32_t peer = 0; peer < call.num_ranks; ++peer) {
+    Cell* cell = at<Cell>(window_of(call, peer), call.abort_cells) + call.rank;
+    store_fenced_system(cell, {1, blame | (reason & kAbortReasonMask)});
+  }
+}
+
+// Poisons the arena and tells the peers, unless that is done. Called once, at the end of a kernel, by every thread: the
+// code is long and cold, and a kernel of one block feels each instruction that it has to fetch. kAborted is what an
+// ABORT that went to every rank has told this one.
+__device__ inline void report(const KernelCall& call, const Failure& failure) {
+  if (failure.status == kOk || failure.status == kPoisoned) return;
+  const Awaited& awaited = failure.awaited;
+  const Cell progress = progress_of(call, failure.peer);
+  ErrorRecord error{};
+  error.status = failure.status;
+  error.op = call.op;
+  error.phase = awaited.phase;
+  error.peer = failure.peer;
+  error.call = awaited.call;
+  error.frame = static_cast<std::uint32_t>(call.frame);
+  error.workspace = static_cast<std::uint32_t>(call.workspace) & kProgressIndexMask;
+  error.expected_epoch = awaited.epoch;
+  error.seen_epoch = load_relaxed_system(awaited.cells + failure.peer * awaited.cells_per_rank).epoch;
+  error.peer_call = progress.epoch;
+  error.peer_progress = progress.value;
+  if (record_failure(call, error) && failure.status != kAborted) tell_abort(call, failure.status, failure.peer);
+}
 
 // ---- the whole block takes part in what follows ------------------------------------------------------------------
 
@@ -171,12 +185,14 @@ __device__ inline void publish(const KernelCall& call, std::int64_t cells, Cell 
 }
 
 // True once every rank, this one included, has published `awaited.epoch`. One thread waits for one rank.
-__device__ inline bool await_all(const KernelCall& call, const Awaited& awaited) {
+__device__ inline bool await_all(const KernelCall& call, const Awaited& awaited, Failure* failure) {
   bool arrived = true;
-  for (std::int32_t peer = threadIdx.x; peer < call.num_ranks; peer += blockDim.x) {
+  for (std::int32_t peer = threadIdx.x; arrived && peer < call.num_ranks; peer += blockDim.x) {
     Patience patience;
     const Cell* cell = awaited.cells + peer * awaited.cells_per_rank;
-    while (arrived && load_fenced_system(cell).epoch != awaited.epoch) arrived = patience.endure(call, awaited, peer);
+    while (arrived && load_fenced_system(cell).epoch != awaited.epoch) {
+      arrived = patience.endure(call, awaited, peer, failure);
+    }
   }
   fence_acquire_system();
   return __syncthreads_and(arrived);
@@ -184,12 +200,13 @@ __device__ inline bool await_all(const KernelCall& call, const Awaited& awaited)
 
 // False if a peer runs another op, frame or workspace as the same call. Asked where the awaited cells are the same for
 // both, so that the wait itself cannot tell.
-__device__ inline bool all_agree(const KernelCall& call, const Awaited& awaited) {
-  bool agree = true;
-  for (std::int32_t peer = threadIdx.x; call.check_progress != 0 && peer < call.num_ranks; peer += blockDim.x) {
-    if (mismatches(call, awaited, peer)) agree = fail(kMismatch, call, awaited, peer);
+__device__ inline bool all_agree(const KernelCall& call, const Awaited& awaited, Failure* failure) {
+  if (call.check_progress != 0) {
+    for (std::int32_t peer = threadIdx.x; peer < call.num_ranks; peer += blockDim.x) {
+      if (mismatches(call, awaited, peer)) *failure = {kMismatch, peer, awaited};
+    }
   }
-  return __syncthreads_and(agree);
+  return __syncthreads_and(failure->status == kOk);
 }
 
 }  // namespace epbuf::cuda

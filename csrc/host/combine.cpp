@@ -13,26 +13,38 @@ struct Staged {
   std::int64_t weights_offset;
 };
 
-// With factors (forward, weights_source kSourceTensor) each row is multiplied in the copy.
-void copy_rows(const Context& context, const CombineCall& call, std::byte* to, const float* factors) {
+// Rows without a gap go as one copy: libc then stores past the caches, which the peers' rows need more.
+void copy_rows(const Context& context, const CombineCall& call, std::byte* to, std::int64_t num_rows) {
+  const std::int64_t row_bytes = context.geometry().token_row_bytes;
+  const std::byte* from = reinterpret_cast<const std::byte*>(call.rows);
+  if (call.row_stride_bytes == row_bytes) {
+    std::memcpy(to, from, static_cast<std::size_t>(num_rows * row_bytes));
+    return;
+  }
+  for (std::int64_t row = 0; row < num_rows; ++row, from += call.row_stride_bytes, to += row_bytes) {
+    std::memcpy(to, from, static_cast<std::size_t>(row_bytes));
+  }
+}
+
+// Each row times its factor, in the copy.
+void scale_rows(const Context& context, const CombineCall& call, std::byte* to, const float* factors) {
   const Geometry& g = context.geometry();
   const std::int64_t num_rows = context.num_live_rows(call.frame);
   const std::byte* from = reinterpret_cast<const std::byte*>(call.rows);
   for (std::int64_t row = 0; row < num_rows; ++row, from += call.row_stride_bytes, to += g.token_row_bytes) {
-    if (factors != nullptr) {
-      context.kernels().scale(from, factors[row], to, g.hidden);
-    } else {
-      std::memcpy(to, from, static_cast<std::size_t>(g.token_row_bytes));
-    }
+    context.kernels().scale(from, factors[row], to, g.hidden);
   }
 }
 
 void stage_rows(Context& context, const CombineCall& call, std::int64_t rows_offset, const float* factors) {
   if (call.rows_source == kSourceWindow) return;
-  const std::int64_t num_bytes = context.num_live_rows(call.frame) * context.geometry().token_row_bytes;
+  const std::int64_t num_rows = context.num_live_rows(call.frame);
+  const std::int64_t num_bytes = num_rows * context.geometry().token_row_bytes;
   std::byte* to = context.windows().own<std::byte>(rows_offset);
-  if (call.rows_source == kSourceTensor) {
-    copy_rows(context, call, to, factors);
+  if (call.rows_source == kSourceTensor && factors != nullptr) {
+    scale_rows(context, call, to, factors);
+  } else if (call.rows_source == kSourceTensor) {
+    copy_rows(context, call, to, num_rows);
   } else {
     std::memset(to, 0, static_cast<std::size_t>(num_bytes));
   }

@@ -17,15 +17,17 @@ constexpr microseconds kSettle{1000000};  // a mismatch that one rank saw reache
 
 std::uint32_t pack_progress(const OpState& op) {
   const auto index = [](std::int32_t value) { return static_cast<std::uint32_t>(value) & kProgressIndexMask; };
-  return op.op << kProgressOpShift | index(op.frame) << kProgressFrameShift | index(op.workspace);
+  const std::uint32_t unchecked = op.check_progress ? 0 : kProgressUnchecked;
+  return unchecked | op.op << kProgressOpShift | index(op.frame) << kProgressFrameShift | index(op.workspace);
 }
 
 Progress unpack_progress(Cell cell) {
-  return {cell.epoch, cell.value >> kProgressOpShift, cell.value >> kProgressFrameShift & kProgressIndexMask,
-          cell.value & kProgressIndexMask};
+  return {cell.epoch, cell.value >> kProgressOpShift & kProgressOpMask,
+          cell.value >> kProgressFrameShift & kProgressIndexMask, cell.value & kProgressIndexMask};
 }
 
 bool same_progress(std::uint32_t a, std::uint32_t b) {
+  if (((a | b) & kProgressUnchecked) != 0) return true;
   const bool any = (a & kProgressIndexMask) == kAnyWorkspace || (b & kProgressIndexMask) == kAnyWorkspace;
   const std::uint32_t ignored = any ? kProgressIndexMask : 0;
   return (a | ignored) == (b | ignored);
