@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -48,6 +47,7 @@ class Arena:
         token_dtype, hidden, num_topk, max_tokens_per_rank, capacity_rows: of the plan, at hand for every op's checks.
         row_strides: (H, 1), of rows without gaps.
         recv_in_frame: whether recv_tokens lies in the frame, not in the forward workspace.
+        routing_views, views: made once and kept as long as the arena; by frame, and of other regions by address.
         may_refuse_result: whether an eager dispatch may raise once its round is complete.
     """
 
@@ -63,7 +63,9 @@ class Arena:
         self.order = torch.zeros(1, dtype=torch.int32, device=device)
         self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         self.handle = _C.handle_put(weakref.ref(self))
-        self.book = LeaseBook(self.handle, plan.schedule.num_frames, plan.schedule.num_workspaces, None if engine.synchronous else engine)
+        self.book = LeaseBook(
+            self.handle, plan.schedule.num_frames, plan.schedule.num_workspaces, None if engine.synchronous else engine
+        )
         self._num_own_refusals = 0
         self._group = group
         self._regions = _make_regions(plan, window)
@@ -71,7 +73,8 @@ class Arena:
             (self._regions["offs"][f], self._regions["counts"][f], self._regions["overflow"][f])
             for f in range(plan.schedule.num_frames)
         )
-        self._views: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
+        self.routing_views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.views: dict[int, torch.Tensor] = {}
         self._lifetimes = {region.name: region.lifetime for region in plan.regions}
         self._base = window.peers[group.rank]
         self._end = self._base + plan.total_bytes
@@ -106,7 +109,8 @@ class Arena:
         """
         _refuse_open_in_capture()
         _check_plan(plan)
-        with torch.inference_mode(False), torch.no_grad():
+        _refuse_inference_mode()
+        with torch.no_grad():
             ranks = as_group(group)
             place = _device_of(device, ranks)
             kind, reason = _window_kind(window, place, group)
@@ -151,13 +155,6 @@ class Arena:
         Shapes: [num_tokens, H] token dtype, uninitialised.
         """
         return self._regions["expert_out"][0].new_empty((num_tokens, self.hidden))
-
-    def lasting(self, key: tuple[str, int], make: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-        """Return views of regions that were made once and are kept as long as the arena."""
-        found = self._views.get(key)
-        if found is None:
-            found = self._views[key] = make()
-        return found
 
     def lifetime(self, name: str) -> str:
         """Return the lifetime word of a region; KeyError if the plan has none of that name."""
@@ -237,12 +234,19 @@ class Arena:
 
     def raise_pending(self) -> None:
         """Raise what earlier calls met and could not raise, without a synchronisation. Nothing on CPU."""
-        if not self.engine.synchronous and not self.engine.capture_key():
-            self._judge(self.engine.status())
+        if self.engine.synchronous:
+            return
+        control = self.engine.status()
+        if (control.poisoned or control.num_refusals > self._num_own_refusals) and not self.engine.capture_key():
+            self._judge(control)
 
     def count_own_refusal(self) -> None:
-        """Note that this rank raises its own refusal, so that `raise_pending` does not raise it again."""
-        self._num_own_refusals += 1
+        """Note that this rank raises its own refusal, so that `raise_pending` does not raise it again.
+
+        A refusal that is being captured has not happened: its kernels count when a replay runs them.
+        """
+        if not self.engine.capture_key():
+            self._num_own_refusals += 1
 
     def failure(self) -> EpbufError:
         """Describe what poisoned this arena."""
@@ -304,9 +308,10 @@ class Arena:
         if graphs:
             places = "\n".join(f"  captured at {g.where}, frames {sorted(g.frames)}" for g in graphs)
             raise LeaseError(f"close() while {len(graphs)} graph(s) hold this memory:\n{places}\nDrop them first")
-        if not self.poisoned:
+        is_healthy = not self.poisoned
+        if is_healthy:
             self._group.barrier(self.plan.config.timeout_s)
-        self._let_go()
+        self._let_go(is_healthy)
 
     def __enter__(self) -> Arena:
         return self
@@ -321,6 +326,8 @@ class Arena:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
+            if not self.engine.synchronous:
+                _C.handle_put((self.window, self.engine))  # leak: graphs and peers may still use the memory
             warnings.warn(
                 f"an arena of {self.plan.total_bytes} bytes was dropped without close(); its window stays mapped while "
                 "views or peers use it",
@@ -357,12 +364,15 @@ class Arena:
             graphs = self.book.live_graphs()
         return graphs
 
-    def _let_go(self) -> None:
+    def _let_go(self, is_healthy: bool) -> None:
         self._closed = True
         _C.handle_drop(self.handle)
         self.engine.close()
-        self._regions, self._routed, self._views = {}, (), {}
-        self.window.close()
+        self._regions, self._routed, self.routing_views, self.views = {}, (), {}, {}
+        if is_healthy or self.engine.synchronous:
+            self.window.close()
+        else:
+            _C.handle_put(self.window)  # leak: to deregister needs the peers, and one of them is gone
 
     def _progress(self) -> list[str]:
         lines = []
@@ -411,6 +421,14 @@ def _refuse_open_in_capture() -> None:
                 f"Arena.open at {caller()} allocates and registers memory, which cannot be captured (capture began at "
                 f"{recording.where}): open the arena before the capture and use its leases inside"
             )
+
+
+def _refuse_inference_mode() -> None:
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            f"Arena.open at {caller()} is inside torch.inference_mode: tensors made there can never be saved for "
+            "backward. Open the arena outside; its leases, dispatch and combine work inside"
+        )
 
 
 def _check_plan(plan: object) -> None:

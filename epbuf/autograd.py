@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from epbuf import ops
 from epbuf.arena import Arena
-from epbuf.checks import are_placed, check_places, check_raw_grad
+from epbuf.checks import Tokens, are_placed, check_places, check_raw_grad
 from epbuf.errors import ConfigError
 from epbuf.lease import Lease, refuse_while_recording
 
@@ -112,7 +112,7 @@ def dispatch(
         needed = {"x": x, "topk_idx": topk_idx}
         optional = {"topk_weights": topk_weights, "x_scales": x_scales, "num_tokens": num_tokens}
         _refuse(lease, ops.refuse_dispatch, lambda: check_places(arena, needed, optional))
-    sent = ops.Tokens(x, topk_idx, topk_weights, x_scales, num_tokens)
+    sent = Tokens(x, topk_idx, topk_weights, x_scales, num_tokens)
     if _records():
         tokens, weights, ticket = _apply(_Dispatch, arena.anchor, x, topk_weights, sent, lease)
     else:
@@ -171,7 +171,7 @@ def unpack(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor | None, sent: ops.Tokens,
+        ctx: Any, anchor: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor | None, sent: Tokens,
         lease: Lease,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         tokens, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
@@ -243,7 +243,7 @@ def _records() -> bool:
 
 
 def _forward_dispatch(
-    lease: Lease, sent: ops.Tokens, x: torch.Tensor, topk_weights: torch.Tensor | None
+    lease: Lease, sent: Tokens, x: torch.Tensor, topk_weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return views of the rows and weights that arrived, and the ticket.
 
@@ -287,7 +287,10 @@ def _routing_views(arena: Arena, frame: int) -> tuple[torch.Tensor, ...]:
     """Return offs, both counts per expert, the total and the overflow flag; views that last as long as the arena."""
     if torch.compiler.is_compiling():
         return _make_routing_views(arena, frame)
-    return arena.lasting(("routing", frame), lambda: _make_routing_views(arena, frame))
+    views = arena.routing_views.get(frame)
+    if views is None:
+        views = arena.routing_views[frame] = _make_routing_views(arena, frame)
+    return views
 
 
 def _make_routing_views(arena: Arena, frame: int) -> tuple[torch.Tensor, ...]:
@@ -358,7 +361,11 @@ def _first_rows(arena: Arena, ticket: torch.Tensor, region: torch.Tensor, num_ro
 
 
 def _lasting_view(arena: Arena, region: torch.Tensor) -> torch.Tensor:
-    return arena.lasting(("view", region.data_ptr()), lambda: (region.detach(),))[0]
+    address = region.data_ptr()
+    view = arena.views.get(address)
+    if view is None:
+        view = arena.views[address] = region.detach()
+    return view
 
 
 def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:

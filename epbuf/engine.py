@@ -118,7 +118,7 @@ class NativeEngine:
     def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
         ids = (0, 0, 0, 0)
         if not place.refusal:
-            ids = (topk_idx.data_ptr(), topk_idx.stride(0), topk_idx.element_size(), topk_idx.shape[0])
+            ids = (topk_idx.data_ptr(), topk_idx.stride()[0], topk_idx.element_size(), topk_idx.shape[0])
         call = _C.RouteCall(*self._begin(place, "forward"), *ids)
         if live_tokens is not None and not place.refusal:
             call.live_tokens, call.live_tokens_bytes = live_tokens.data_ptr(), live_tokens.element_size()
@@ -128,7 +128,7 @@ class NativeEngine:
         call = _C.DispatchCall(*self._begin(place, "forward"), *_token_rows(place, x))
         if topk_weights is not None:
             call.topk_weights = topk_weights.data_ptr()
-            call.topk_weights_row_stride = topk_weights.stride(0)
+            call.topk_weights_row_stride = topk_weights.stride()[0]
         return self.native.dispatch(call)
 
     def combine(self, place: Place, rows: Rows, weights: torch.Tensor | None, out: torch.Tensor) -> _C.Outcome:
@@ -148,7 +148,7 @@ class NativeEngine:
         call.frame, call.workspace = place.frame, place.workspace
         call.stream = self._streams.enter(place, "backward") if self._streams is not None else 0
         call.expert_out = expert_out.data_ptr()
-        call.expert_out_row_stride_bytes = expert_out.stride(0) * expert_out.element_size()
+        call.expert_out_row_stride_bytes = expert_out.stride()[0] * expert_out.element_size()
         call.weights, call.grad_weights = weights.data_ptr(), grad_weights.data_ptr()
         self.native.weight_grad(call)
 
@@ -192,7 +192,7 @@ class NativeEngine:
         if self._streams is None:
             return place.frame, place.workspace, place.refusal, 1, 0
         stream = self._streams.enter(place, direction)
-        return place.frame, place.workspace, place.refusal, int(self._streams.is_single), stream
+        return place.frame, place.workspace, place.refusal, self._streams.is_single, stream
 
 
 class StreamOrder:
@@ -371,13 +371,13 @@ def _token_rows(place: Place, rows: torch.Tensor) -> tuple[int, int, int]:
     """Return address, row stride in bytes and number of rows that are pushed; nothing of a rank that refuses."""
     if place.refusal:
         return 0, 0, 0
-    return rows.data_ptr(), rows.stride(0) * rows.element_size(), rows.shape[0]
+    return rows.data_ptr(), rows.stride()[0] * rows.element_size(), rows.shape[0]
 
 
 def _staged(begin: tuple[int, int, int, int, int], rows: Rows, weights: Rows, num_tokens: int) -> _C.CombineCall:
     call = _C.CombineCall(*begin, rows.source, weights.source, num_tokens)
     if rows.tensor is not None:
-        call.rows, call.row_stride_bytes = rows.tensor.data_ptr(), rows.tensor.stride(0) * rows.tensor.element_size()
+        call.rows, call.row_stride_bytes = rows.tensor.data_ptr(), rows.tensor.stride()[0] * rows.tensor.element_size()
     if weights.tensor is not None:
         call.weights = weights.tensor.data_ptr()
     return call
@@ -385,4 +385,4 @@ def _staged(begin: tuple[int, int, int, int, int], rows: Rows, weights: Rows, nu
 
 def _token_out(call: _C.CombineCall, out: torch.Tensor | None) -> None:
     if out is not None:
-        call.out, call.out_row_stride_bytes = out.data_ptr(), out.stride(0) * out.element_size()
+        call.out, call.out_row_stride_bytes = out.data_ptr(), out.stride()[0] * out.element_size()

@@ -23,6 +23,7 @@ import torch
 from epbuf.errors import CaptureError, LeaseError
 
 Direction = Literal["forward", "backward"]
+Phase = Literal["warm up", "record", "replay"]
 
 _WORD, _TOKEN = struct.Struct("=Q"), struct.Struct("=3q")  # of a ticket; of a lease: handle, frame, serial
 _OURS = ("epbuf", "torch", "contextlib", "weakref")
@@ -67,10 +68,12 @@ class Graph:
     frames: set[int] = field(default_factory=set)
     thread: int = field(default_factory=threading.get_ident)
     acquired: list[int] = field(default_factory=list)
+    phase: Phase = "record"
     _replayed: int | None = None
 
-    def begin(self, phase: Literal["warm up", "record", "replay"]) -> None:
+    def begin(self, phase: Phase) -> None:
         """Start a run of the step: recording notes the frames that are acquired, a replay takes the same."""
+        self.phase = phase
         self.thread = threading.get_ident()
         self._replayed = 0 if phase == "replay" else None
         if phase == "record":
@@ -219,9 +222,11 @@ class LeaseBook:
             self.end(ticket.serial)
             self._frames[ticket.frame].dispatched = False
 
-    def dispatched(self, frame: int) -> bool:
-        """Tell whether the lease that has the frame has dispatched."""
-        return self._frames[frame].dispatched
+    def may_dispatch(self, frame: int, lease: int) -> bool:
+        """Tell whether the lease itself still claims the frame and has not dispatched."""
+        self._catch_up()
+        state = self._frames[frame]
+        return lease in state.claims and not state.dispatched
 
     def live_tickets(self) -> list[Ticket]:
         """Return all tickets that keep a frame."""
@@ -288,8 +293,8 @@ class LeaseBook:
         An op whose lease was recorded in another graph reserves the frame for both graphs until they die.
         """
         graph = self.recording
-        if graph is None:
-            return None
+        if graph is None or graph.phase == "warm up":
+            return graph
         with self._lock:
             self.graphs[graph.key] = graph
             graph.frames.add(frame)

@@ -19,17 +19,15 @@ from torch.autograd.graph import increment_version
 from epbuf import _C
 from epbuf.arena import Arena, arena_of
 from epbuf.checks import (
+    Tokens,
     check_combine_order,
     check_dispatch_order,
     check_expert_out,
     check_gradient,
-    check_live_tokens,
-    check_no_scales,
     check_out,
     check_row_weights,
-    check_tokens,
-    check_topk_idx,
-    check_topk_weights,
+    check_sent,
+    is_plain_combine,
     refusal_of,
     refuse,
 )
@@ -103,17 +101,6 @@ def _settle(arena: Arena, outcome: _C.Outcome, attempt: Attempt, op: str) -> Non
         del error
 
 
-@dataclass(slots=True)
-class Tokens:
-    """What a dispatch sends, as its caller gave it."""
-
-    x: torch.Tensor
-    topk_idx: torch.Tensor
-    topk_weights: torch.Tensor | None
-    x_scales: torch.Tensor | None
-    num_tokens: torch.Tensor | None
-
-
 def route(
     order: torch.Tensor, offs: torch.Tensor, counts: torch.Tensor, overflow: torch.Tensor, token: torch.Tensor,
     topk_idx: torch.Tensor, num_tokens: torch.Tensor | None, x: torch.Tensor, x_scales: torch.Tensor | None,
@@ -125,7 +112,7 @@ def route(
     """
     handle, frame, lease = token.tolist()
     arena, tokens = arena_of(handle), Tokens(x, topk_idx, topk_weights, x_scales, num_tokens)
-    ticket = _route(arena, frame, lease, (offs, counts, overflow), tokens)
+    ticket, _ = _route(arena, frame, lease, (offs, counts, overflow), tokens)
     return make_ticket_tensor(arena.book, ticket.serial)
 
 
@@ -140,7 +127,17 @@ def dispatch(
         ConfigError: validate_ids and some rank's id is not below num_experts; on every rank.
     """
     arena, state = state_of(ticket)
-    _push(arena, state, (recv_tokens, recv_topk_weights), x, topk_weights)
+    frame, attempt = state.frame, Attempt()
+    workspace = arena.book.workspace(frame, "forward")
+    assert workspace is not None, "route claims the workspace and only combine ends it"
+
+    def check() -> None:
+        arena.expect("recv_tokens", frame if arena.recv_in_frame else workspace, recv_tokens)
+        arena.expect("recv_topk_weights", frame, recv_topk_weights)
+
+    attempt.run(check)
+    increment_version((recv_tokens, recv_topk_weights))
+    _push(arena, state, Place(frame, workspace), (x, topk_weights), attempt)
 
 
 def combine(
@@ -163,12 +160,13 @@ def is_direct() -> bool:
 def route_and_dispatch(lease: Lease, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do what the ops route and dispatch do, in one call; return both regions and the ticket."""
     arena, frame = cast(Arena, lease.arena), lease.frame
-    state = _route(arena, frame, lease.serial, arena.routed(frame), tokens)
+    state, place = _route(arena, frame, lease.serial, arena.routed(frame), tokens)
     ticket = make_ticket_tensor(arena.book, state.serial)
-    place = frame if arena.recv_in_frame else arena.book.workspace(frame, "forward") or 0
-    regions = arena.region("recv_tokens", place), arena.region("recv_topk_weights", frame)
-    _push(arena, state, regions, tokens.x, tokens.topk_weights)
-    return *regions, ticket
+    recv_tokens = arena.region("recv_tokens", frame if arena.recv_in_frame else place.workspace)
+    recv_topk_weights = arena.region("recv_topk_weights", frame)
+    increment_version((recv_tokens, recv_topk_weights))
+    _push(arena, state, place, (tokens.x, tokens.topk_weights), Attempt())
+    return recv_tokens, recv_topk_weights, ticket
 
 
 def combine_lease(
@@ -182,34 +180,29 @@ def combine_lease(
 
 def _route(
     arena: Arena, frame: int, lease: int, regions: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tokens: Tokens
-) -> Ticket:
+) -> tuple[Ticket, Place]:
     arena.raise_pending()
     book, attempt, x = arena.book, Attempt(), tokens.x
-    workspace = -1
+    place = Place(frame, -1)
 
     def check() -> None:
-        nonlocal workspace
         check_dispatch_order(arena, frame, lease)
-        check_no_scales(arena, tokens.x_scales)
-        num_tokens = check_tokens(arena, x, frame).shape[0]
-        check_topk_idx(arena, tokens.topk_idx, num_tokens)
-        check_topk_weights(arena, tokens.topk_weights, num_tokens)
-        check_live_tokens(arena, tokens.num_tokens)
+        check_sent(arena, tokens, frame)
         if regions is not arena.routed(frame):
             _expect_routed(arena, frame, regions)
-        workspace = _claim(arena, frame, "forward")
+        place.workspace = _claim(arena, frame, "forward")
 
-    refusal = attempt.run(check)
+    place.refusal = attempt.run(check)
     graph = book.touch(frame)
-    outcome = arena.engine.route(Place(frame, workspace, refusal), tokens.topk_idx, tokens.num_tokens)
+    outcome = arena.engine.route(place, tokens.topk_idx, tokens.num_tokens)
     if outcome.status != _OK or attempt.error is not None:
-        if workspace >= 0:
+        if place.workspace >= 0:
             book.end_workspace(frame, "forward")
         _settle(arena, outcome, attempt, "dispatch")
     increment_version(regions)
     ticket = book.open_ticket(frame, lease, x.shape[0], arena.capacity_rows, graph)
     _remember(arena, ticket, outcome)
-    return ticket
+    return ticket, place
 
 
 def _expect_routed(arena: Arena, frame: int, regions: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
@@ -218,25 +211,14 @@ def _expect_routed(arena: Arena, frame: int, regions: tuple[torch.Tensor, torch.
 
 
 def _push(
-    arena: Arena, state: Ticket, regions: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor,
-    topk_weights: torch.Tensor | None,
+    arena: Arena, state: Ticket, place: Place, sent: tuple[torch.Tensor, torch.Tensor | None], attempt: Attempt
 ) -> None:  # fmt: skip
-    book, attempt = arena.book, Attempt()
-    workspace = book.workspace(state.frame, "forward")
-    assert workspace is not None, "route claims the workspace and only combine ends it"
-
-    def check() -> None:
-        arena.expect("recv_tokens", state.frame if arena.recv_in_frame else workspace, regions[0])
-        arena.expect("recv_topk_weights", state.frame, regions[1])
-
-    attempt.run(check)
-    graph = book.touch(state.frame, state.recorded_in)
-    outcome = arena.engine.dispatch(Place(state.frame, workspace), x, topk_weights)
-    increment_version(regions)
+    graph = arena.book.touch(state.frame, state.recorded_in)
+    outcome = arena.engine.dispatch(place, *sent)
     if arena.may_refuse_result and attempt.error is None and graph is None:
         attempt.error = _read_refusal(arena, state) or _policy_error(arena, state)
     if attempt.error is not None:
-        book.cancel_ticket(state)
+        arena.book.cancel_ticket(state)
     _settle(arena, outcome, attempt, "dispatch")
 
 
@@ -253,11 +235,13 @@ def _pull(
         nonlocal state
         state = check_combine_order(None if ticket is None else book.ticket(read_ticket(ticket)[1]), frame)
         assert workspace is not None, "a dispatch without its combine has a forward workspace"
-        rows, in_window = check_expert_out(arena, expert_out, state, workspace)
-        check_row_weights(arena, topk_weights, rows.shape[0], in_window)
+        in_window = False
+        if not is_plain_combine(arena, expert_out, topk_weights):
+            in_window = check_expert_out(arena, expert_out, state, workspace)
+            check_row_weights(arena, topk_weights, expert_out.shape[0], in_window)
         if out is not None:
             check_out(arena, out, state.num_tokens)
-        found.tensor, found.in_window = None if in_window else rows, in_window
+        found.tensor, found.in_window = None if in_window else expert_out, in_window
 
     refusal = attempt.run(check)
     if workspace is None or ticket is None:  # no cell is owed: all ranks run the same program and raise here

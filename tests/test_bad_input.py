@@ -424,11 +424,11 @@ def test_unpack_takes_raw_gradients_only() -> None:
         epbuf.unpack(torch.ones(3, 4))
 
 
-def test_arena_opened_in_inference_mode_can_train() -> None:
-    """Opening under inference_mode makes no inference tensors: training on the arena works afterwards."""
-    with torch.inference_mode():
-        arena = open_arena()
-    with arena:
+def test_open_in_inference_mode_is_refused() -> None:
+    """Tensors made in inference_mode cannot be saved for backward: open says so, and works right after, outside."""
+    with torch.inference_mode(), pytest.raises(ConfigError, match=r"inside torch\.inference_mode.*outside"):
+        open_arena()
+    with open_arena() as arena:
         assert_works(arena)
 
 
