@@ -327,7 +327,7 @@ class Arena:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             if not self.engine.synchronous:
-                _C.handle_put((self.window, self.engine))  # leak: graphs and peers may still use the memory
+                _leak(self.window, self.engine)  # graphs and peers may still use the memory
             warnings.warn(
                 f"an arena of {self.plan.total_bytes} bytes was dropped without close(); its window stays mapped while "
                 "views or peers use it",
@@ -372,7 +372,7 @@ class Arena:
         if is_healthy or self.engine.synchronous:
             self.window.close()
         else:
-            _C.handle_put(self.window)  # leak: to deregister needs the peers, and one of them is gone
+            _leak(self.window)  # to deregister needs the peers, and one of them is gone
 
     def _progress(self) -> list[str]:
         lines = []
@@ -380,6 +380,11 @@ class Arena:
             packed = op << 28 | frame << 14 | workspace
             lines.append(f"rank {peer}: call {call}, {describe_progress(packed) if call else 'none yet'}")
         return lines
+
+
+def _leak(*memory: object) -> None:
+    """Keep memory until the process ends, as an entry of the handle table that leads to no arena."""
+    _C.handle_put(lambda: None if memory else None)
 
 
 def _copied(name: str, tensor: torch.Tensor) -> NativeError:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from routings import base_config, named_case
 from torch import Tensor
 
 import epbuf
+from epbuf import arena as arena_module
 from epbuf.errors import LeaseError, PeerTimeoutError, PlanMismatchError
 
 Spread = Callable[..., list[Any]]
@@ -530,3 +532,20 @@ def test_plan_mismatch_among_processes(pool: Pool) -> None:
     """Rule 18: the same among processes."""
     for message in pool.run(2, _different_plans, "hidden"):
         assert "hidden" in message and "16" in message and "32" in message
+
+
+def test_leaked_memory_does_not_disturb_other_arenas() -> None:
+    """Rule 17: what a dropped or poisoned CUDA arena leaves behind is kept, and later arenas open and close."""
+    memory = bytearray(8)
+    view = weakref.ref(owner := _Owner(memory))
+    arena_module._leak(owner)
+    del owner
+    gc.collect()
+    assert view() is not None, "the memory is kept"
+    with open_arena() as arena:
+        assert arena.acquire().frame == 0
+
+
+class _Owner:
+    def __init__(self, memory: bytearray) -> None:
+        self.memory = memory
