@@ -133,6 +133,11 @@ class Arena:
             LeaseError: the frame, or every frame, is in use; the arena is closed.
         """
         self.require_open("acquire()")
+        if frame is not None and type(frame) is not int:
+            raise LeaseError(
+                f"acquire(frame=...) takes an int, found {type(frame).__name__}; schedule.frame(layer, microbatch) "
+                "gives one"
+            )
         return Lease(self, self.book, frame)
 
     # ---- regions ------------------------------------------------------------------------------------------------
@@ -174,6 +179,7 @@ class Arena:
 
     def window_offset(self, name: str, index: int) -> tuple[object, int]:
         """Return (window, bytes from its start)."""
+        self.require_open(name)
         return self.window, self.plan.region(name, index).offset
 
     def packed(self, name: str, index: int) -> torch.Tensor:
@@ -255,7 +261,8 @@ class Arena:
 
     @property
     def poisoned(self) -> bool:
-        """Tell whether a wait failed, here or on a peer. Reads the device."""
+        """Tell whether a wait failed, here or on a peer. Reads the device; LeaseError once the arena is closed."""
+        self.require_open("poisoned")
         return bool(self.engine.control().poisoned or self.region("abort_cells").any())
 
     def barrier(self) -> None:
@@ -309,9 +316,19 @@ class Arena:
             places = "\n".join(f"  captured at {g.where}, frames {sorted(g.frames)}" for g in graphs)
             raise LeaseError(f"close() while {len(graphs)} graph(s) hold this memory:\n{places}\nDrop them first")
         is_healthy = not self.poisoned
-        if is_healthy:
-            self._group.barrier(self.plan.config.timeout_s)
-        self._let_go(is_healthy)
+        try:
+            if is_healthy:
+                self._group.barrier(self.plan.config.timeout_s)
+            else:
+                self.engine.abort()  # peers that were not told yet must not wait for this rank in their close()
+        except Exception as error:
+            is_healthy = False
+            raise PeerTimeoutError(
+                f"rank {self.rank} closed its arena and a peer did not come: it died or left its group ({error}). "
+                "The arena is closed on this rank"
+            ) from error
+        finally:
+            self._let_go(is_healthy)
 
     def __enter__(self) -> Arena:
         return self
@@ -384,7 +401,12 @@ class Arena:
 
 def _leak(*memory: object) -> None:
     """Keep memory until the process ends, as an entry of the handle table that leads to no arena."""
-    _C.handle_put(lambda: None if memory else None)
+    kept = list(memory)
+
+    def no_arena() -> None:
+        kept.reverse()  # a closure over the memory is what keeps it
+
+    _C.handle_put(no_arena)
 
 
 def _copied(name: str, tensor: torch.Tensor) -> NativeError:
@@ -446,7 +468,10 @@ def _device_of(device: torch.device | str | None, group: Group) -> torch.device:
     if device is None:
         on_cuda = isinstance(group, TorchGroup) and group.has_cuda()
         return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r} is no torch device: {error}") from None
     if chosen.type not in _WINDOWS_BY_DEVICE:
         raise ConfigError(f'device="{chosen}" has no engine here; found engines for {sorted(_WINDOWS_BY_DEVICE)}')
     if chosen.type == "cuda" and not (_C.CUDA_BUILT and torch.cuda.is_available()):

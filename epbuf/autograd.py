@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from epbuf import ops
 from epbuf.arena import Arena
-from epbuf.checks import Tokens, are_placed, check_places, check_raw_grad
-from epbuf.errors import ConfigError
+from epbuf.checks import Tokens, are_placed, check_out_grad, check_places, check_raw_grad
+from epbuf.errors import ConfigError, LeaseError
 from epbuf.lease import Lease, refuse_while_recording
 
 
@@ -95,6 +95,7 @@ def dispatch(
     `topk_weights`. Runs on the current stream; does not synchronise with the host on CUDA.
 
     Args:
+        lease: a living lease that has not dispatched.
         x: [T, H] token dtype; row stride and base multiples of 16 bytes.
         topk_idx: [T, K] int32 or int64; negative: no expert.
         topk_weights: [T, K] float32, or None.
@@ -152,6 +153,8 @@ def combine(
         _refuse(lease, ops.refuse_combine, lambda: check_places(arena, {"expert_out": expert_out}, optional))
     if raw_grad:
         _refuse(lease, ops.refuse_combine, lambda: check_raw_grad(arena))
+    if out is not None:
+        _refuse(lease, ops.refuse_combine, lambda: check_out_grad(out))
     if out is not None or _records():
         return cast(torch.Tensor, _apply(_Combine, expert_out, topk_weights, out, lease))
     return _forward_combine(lease, expert_out, topk_weights, None)
@@ -190,7 +193,7 @@ class _Dispatch(torch.autograd.Function):
         _require_backward(arena)
         dx = _token_rows(arena, ctx.num_tokens) if ctx.needs_input_grad[1] else None
         dw = _token_weights(arena, ctx.num_tokens) if ctx.needs_input_grad[2] else None
-        ops.DISPATCH_BACKWARD(arena.order, dx, dw, ticket, _dense(grad_tokens), _dense(grad_weights))
+        ops.DISPATCH_BACKWARD(arena.order, dx, dw, ticket, grad_tokens, grad_weights)
         return None, dx, dw, None, None
 
 
@@ -206,6 +209,7 @@ class _Combine(torch.autograd.Function):
             ctx.save_for_backward(ticket)
         else:
             ctx.save_for_backward(ticket, expert_out, _saved_weights(arena, lease, topk_weights))
+            ctx.weights_version = None if torch.compiler.is_compiling() else topk_weights._version
         ctx.set_materialize_grads(False)
         if out is not None:
             ctx.mark_dirty(out)
@@ -221,8 +225,8 @@ class _Combine(torch.autograd.Function):
         expert_out = weights = None
         if ctx.weighted:
             expert_out, weights = ctx.saved_tensors[1:]
-            weights = _weights_of(arena, ticket) if weights is None else weights
-        dy = _dense(grad) if grad is not None else _missing_gradient(arena, ticket)
+            weights = _weights_of(arena, ticket, ctx.weights_version) if weights is None else weights
+        dy = grad if grad is not None else _missing_gradient(arena, ticket)
         ops.COMBINE_BACKWARD(arena.order, grad_rows, grad_weights, ticket, dy, expert_out, weights)
         rows = _first_rows(arena, ticket, grad_rows, ctx.num_rows)
         if grad_weights is not None:
@@ -331,8 +335,15 @@ def _saved_weights(arena: Arena, lease: Lease, weights: torch.Tensor) -> torch.T
     return None if weights.data_ptr() == arena.address("recv_topk_weights", lease.frame) else weights
 
 
-def _weights_of(arena: Arena, ticket: torch.Tensor) -> torch.Tensor:
-    return arena.region("recv_topk_weights", ops.state_of(ticket)[1].frame)
+def _weights_of(arena: Arena, ticket: torch.Tensor, version: int | None) -> torch.Tensor:
+    """Return the frame's weights, as they were in combine: they are not saved, so autograd cannot check them."""
+    weights = arena.region("recv_topk_weights", ops.state_of(ticket)[1].frame)
+    if version is not None and weights._version != version:
+        raise LeaseError(
+            f"recv.topk_weights was modified by an in-place operation between combine (version {version}) and its "
+            f"backward (version {weights._version}): scale a copy of them instead"
+        )
+    return weights
 
 
 def _backward_regions(arena: Arena, ticket: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -366,11 +377,6 @@ def _lasting_view(arena: Arena, region: torch.Tensor) -> torch.Tensor:
     if view is None:
         view = arena.views[address] = region.detach()
     return view
-
-
-def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a gradient in a form the engine reads: dense rows, 16-byte strides."""
-    return None if grad is None else grad.contiguous()
 
 
 def _zeros_through(rows: torch.Tensor) -> torch.Tensor:

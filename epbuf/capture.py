@@ -66,6 +66,7 @@ class CapturedStep:
                 outlives it.
         """
         owners = (arenas,) if isinstance(arenas, Arena) else tuple(arenas)
+        _check_arguments(owners, example_inputs, restore, warmup, on_overflow)
         _refuse_nested(owners)
         for arena in owners:
             arena.barrier()
@@ -74,13 +75,18 @@ class CapturedStep:
         itself = weakref.ref(step)
         step._graph.alive = lambda: (me := itself()) is not None and not me._closed
         before = Snapshot(restore)
-        for _ in range(warmup):
-            with step._guard("warm up"), step._player.warming():
-                fn(*inputs)
-        before.put_back()
-        step._record()
-        if step._player.record_runs:
+        try:
+            for _ in range(warmup):
+                with step._guard("warm up"), step._player.warming():
+                    fn(*inputs)
             before.put_back()
+            step._record()
+            if step._player.record_runs:
+                before.put_back()
+        except BaseException:
+            step.close()
+            before.put_back()
+            raise
         step._seen = [_Counters(arena.engine.control()) for arena in owners]
         for arena in owners:
             arena.barrier()
@@ -98,6 +104,7 @@ class CapturedStep:
         if self._closed:
             raise CaptureError(f"the step captured at {self._graph.where} is closed; capture another")
         for position, arena in enumerate(self._arenas):
+            arena.require_open("a captured step")
             arena.raise_pending()
             self._judge(position, _Counters(arena.engine.status()))
         self._take(inputs)
@@ -348,6 +355,26 @@ def _put_back_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> N
         tensor.grad = gradient
     else:
         tensor.grad.copy_(gradient)
+
+
+def _check_arguments(
+    arenas: tuple[Any, ...], inputs: object, restore: object, warmup: object, on_overflow: object
+) -> None:  # fmt: skip
+    """Check what capture() was given.
+
+    Raises:
+        ConfigError: no arena, something that is none, a tensor or module where a sequence belongs, a negative warm-up,
+            or an unknown word for on_overflow.
+    """
+    if not arenas or not all(isinstance(arena, Arena) for arena in arenas):
+        raise ConfigError(f"capture takes one arena or several, found {[type(a).__name__ for a in arenas]}")
+    for name, value in (("example_inputs", inputs), ("restore", restore)):
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name} must be a tuple or list, found {type(value).__name__}; write ({name},)")
+    if not isinstance(warmup, int) or warmup < 0:
+        raise ConfigError(f"warmup must be an int of at least 0, found {warmup!r}")
+    if not (on_overflow in (None, "raise", "skip") or callable(on_overflow)):
+        raise ConfigError(f'on_overflow must be None, "raise", "skip" or a callable, found {on_overflow!r}')
 
 
 def _refuse_nested(arenas: tuple[Arena, ...]) -> None:

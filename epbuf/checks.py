@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epbuf import _C
 from epbuf.arena import Arena
@@ -18,8 +20,9 @@ from epbuf.errors import ConfigError, EpbufError, LeaseError
 from epbuf.lease import Ticket
 
 _Error = TypeVar("_Error", bound=EpbufError)
-_ROW_ALIGNMENT = 16  # bytes; the widest access of the copy kernels
+ROW_ALIGNMENT = 16  # bytes; the widest access of the copy kernels
 _ID_DTYPES = (torch.int64, torch.int32)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def refuse(cause: _C.Refusal, error: _Error) -> NoReturn:
@@ -39,15 +42,10 @@ def refusal_of(error: BaseException | None) -> int:
 
 
 def are_placed(arena: Arena, needed: Iterable[object], optional: Iterable[object]) -> bool:
-    """Tell at once what `check_places` spells out: whether every argument is a tensor on the arena's device."""
+    """Tell at once what `check_places` spells out: whether every argument is a plain tensor on the arena's device."""
     device = arena.device
-    for value in needed:
-        if not isinstance(value, torch.Tensor) or value.device != device:
-            return False
-    for value in optional:
-        if value is not None and (not isinstance(value, torch.Tensor) or value.device != device):
-            return False
-    return True
+    given = (*needed, *(value for value in optional if value is not None))
+    return all(type(value) in _PLAIN and value.device == device for value in given)  # type: ignore[attr-defined]
 
 
 def check_places(arena: Arena, needed: Mapping[str, object], optional: Mapping[str, object]) -> None:
@@ -99,16 +97,25 @@ def is_plain_dispatch(
     num_tokens, width = x.shape
     shape, address = (num_tokens, arena.num_topk), x.data_ptr()
     return (
-        width == arena.hidden
+        address != 0
+        and topk_idx.data_ptr() != 0
+        and not x.is_neg()
+        and width == arena.hidden
         and num_tokens <= arena.max_tokens_per_rank
-        and address % _ROW_ALIGNMENT == 0
+        and address % ROW_ALIGNMENT == 0
         and not arena.covers(address)
         and topk_idx.shape == shape
         and topk_idx.dtype in _ID_DTYPES
         and topk_idx.is_contiguous()
         and (
             topk_weights is None
-            or (topk_weights.shape == shape and topk_weights.dtype == torch.float32 and topk_weights.is_contiguous())
+            or (
+                topk_weights.shape == shape
+                and topk_weights.dtype == torch.float32
+                and topk_weights.is_contiguous()
+                and topk_weights.data_ptr() != 0
+                and not topk_weights.is_neg()
+            )
         )
     )
 
@@ -119,8 +126,10 @@ def is_plain_combine(arena: Arena, expert_out: torch.Tensor, topk_weights: torch
         return False
     address, capacity = expert_out.data_ptr(), arena.capacity_rows
     return (
-        expert_out.shape == (capacity, arena.hidden)
-        and address % _ROW_ALIGNMENT == 0
+        address != 0
+        and not expert_out.is_neg()
+        and expert_out.shape == (capacity, arena.hidden)
+        and address % ROW_ALIGNMENT == 0
         and not arena.covers(address)
         and (
             topk_weights is None
@@ -128,6 +137,8 @@ def is_plain_combine(arena: Arena, expert_out: torch.Tensor, topk_weights: torch
                 topk_weights.shape == (capacity,)
                 and topk_weights.dtype == torch.float32
                 and topk_weights.is_contiguous()
+                and topk_weights.data_ptr() != 0
+                and not topk_weights.is_neg()
             )
         )
     )
@@ -184,6 +195,7 @@ def check_live_tokens(arena: Arena, num_tokens: object) -> torch.Tensor | None:
     if live.shape != (1,):
         refuse(_C.Refusal.SHAPE, ConfigError(f"num_tokens must have shape [1], found {list(live.shape)}"))
     _check_kind("num_tokens", live, _ID_DTYPES)
+    _check_memory("num_tokens", live)
     return live
 
 
@@ -253,6 +265,7 @@ def check_row_weights(arena: Arena, topk_weights: object, num_rows: int, in_wind
             ),
         )
     _check_kind("topk_weights", weights, (torch.float32,))
+    _check_memory("topk_weights", weights)
     if not weights.is_contiguous():
         refuse(_C.Refusal.STRIDES, ConfigError("topk_weights of combine must be contiguous; call .contiguous()"))
     return weights
@@ -268,14 +281,29 @@ def check_raw_grad(arena: Arena) -> None:
         )
 
 
-def check_out(arena: Arena, out: object, num_tokens: int) -> torch.Tensor:
-    """Check a caller's y [T, H], outside the window."""
+def check_out(arena: Arena, out: object, num_tokens: int, expert_out: torch.Tensor) -> torch.Tensor:
+    """Check a caller's y [T, H]: outside the window and expert_out, each row its own."""
     rows = _rows(arena, "out", out)
     if rows.shape[0] != num_tokens:
         refuse(_C.Refusal.SHAPE, ConfigError(f"out has {rows.shape[0]} rows and x of the dispatch had {num_tokens}"))
     if arena.covers(rows.data_ptr()) and rows.numel() > 0:
         refuse(_C.Refusal.OVERLAP, ConfigError("out lies in the arena's window; pass an ordinary tensor, or out=None"))
+    if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
+        refuse(
+            _C.Refusal.OVERLAP,
+            ConfigError(
+                f"rows of out share memory (strides {tuple(rows.stride())}); pass a tensor that is not expanded"
+            ),
+        )
+    if _overlaps(rows, expert_out.data_ptr(), _span(expert_out)):
+        refuse(_C.Refusal.OVERLAP, ConfigError("out overlaps expert_out, which combine never changes; pass another"))
     return rows
+
+
+def check_out_grad(out: torch.Tensor) -> None:
+    """Check before autograd does, which would raise only after the round: no leaf that needs a gradient."""
+    if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
+        refuse(_C.Refusal.ARGUMENT, ConfigError("out is a leaf that requires grad and would be overwritten; detach it"))
 
 
 def check_gradient(arena: Arena, name: str, grad: object, num_rows: int) -> torch.Tensor:
@@ -289,8 +317,9 @@ def check_gradient(arena: Arena, name: str, grad: object, num_rows: int) -> torc
 def _rows(arena: Arena, name: str, value: object) -> torch.Tensor:
     """Check rows [n, H] of the token dtype: dense, base and stride multiples of 16 bytes."""
     rows = _tensor(name, value)
+    _check_memory(name, rows)
     gapless = rows.stride() == arena.row_strides and rows.dtype == arena.token_dtype
-    if gapless and rows.shape[1] == arena.hidden and rows.data_ptr() % _ROW_ALIGNMENT == 0:
+    if gapless and rows.shape[1] == arena.hidden and rows.data_ptr() % ROW_ALIGNMENT == 0:
         return rows  # nearly every call: nothing below can object, as a row is a multiple of 16 bytes
     hidden = arena.hidden
     if rows.ndim != 2 or rows.shape[1] != hidden:
@@ -298,21 +327,21 @@ def _rows(arena: Arena, name: str, value: object) -> torch.Tensor:
     _check_kind(name, rows, (arena.token_dtype,))
     if rows.shape[0] == 0:
         return rows
-    stride_bytes = rows.stride(0) * rows.element_size()
-    if rows.stride(1) != 1 or stride_bytes < 0 or stride_bytes % _ROW_ALIGNMENT:
+    stride_bytes = rows.stride(0) * rows.element_size() if rows.shape[0] > 1 else 0  # one row has no next
+    if rows.stride(1) != 1 or stride_bytes < 0 or stride_bytes % ROW_ALIGNMENT:
         refuse(
             _C.Refusal.STRIDES,
             ConfigError(
                 f"{name} has strides {tuple(rows.stride())} in elements; rows must be dense and their stride a "
-                f"multiple of {_ROW_ALIGNMENT} bytes, found {stride_bytes} bytes; call {name}.contiguous()"
+                f"multiple of {ROW_ALIGNMENT} bytes, found {stride_bytes} bytes; call {name}.contiguous()"
             ),
         )
-    if rows.data_ptr() % _ROW_ALIGNMENT:
+    if rows.data_ptr() % ROW_ALIGNMENT:
         refuse(
             _C.Refusal.ALIGNMENT,
             ConfigError(
-                f"{name} begins at address {rows.data_ptr():#x}, which is not a multiple of {_ROW_ALIGNMENT} bytes; "
-                f"clone it or slice it at a multiple of {_ROW_ALIGNMENT // rows.element_size()} elements"
+                f"{name} begins at address {rows.data_ptr():#x}, which is not a multiple of {ROW_ALIGNMENT} bytes; "
+                f"clone it or slice it at a multiple of {ROW_ALIGNMENT // rows.element_size()} elements"
             ),
         )
     return rows
@@ -329,6 +358,7 @@ def _per_topk(arena: Arena, name: str, value: object, num_tokens: int, dtypes: t
                 f"found {list(tensor.shape)}"
             ),
         )
+    _check_memory(name, tensor)
     _check_kind(name, tensor, dtypes)
     if not tensor.is_contiguous() and tensor.shape[0] and tensor.stride(1) != 1 and num_topk > 1:
         refuse(
@@ -341,7 +371,24 @@ def _per_topk(arena: Arena, name: str, value: object, num_tokens: int, dtypes: t
 def _tensor(name: str, value: object) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         refuse(_C.Refusal.ARGUMENT, ConfigError(f"{name} must be a torch.Tensor, found {type(value).__name__}"))
+    if type(value) not in _PLAIN and (is_traceable_wrapper_subclass(value) or isinstance(value, FakeTensor)):
+        refuse(
+            _C.Refusal.ARGUMENT,
+            ConfigError(
+                f"{name} is a {type(value).__name__}, which has no memory of its own that a kernel could address; pass "
+                "the plain tensor inside, for example .to_local()"
+            ),
+        )
     return value
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what has elements and no bytes that hold them: resized storage, torch.func levels, lazy negation."""
+    if tensor.numel() and (tensor.is_neg() or tensor.data_ptr() == 0):
+        refuse(
+            _C.Refusal.ARGUMENT,
+            ConfigError(f"{name} has no memory that holds its values (freed storage, or a lazy view); pass a clone"),
+        )
 
 
 def _check_kind(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -366,9 +413,12 @@ def _check_outside(arena: Arena, name: str, tensor: torch.Tensor, region_name: s
 
 
 def _overlaps(tensor: torch.Tensor, start: int, nbytes: int) -> bool:
+    return tensor.data_ptr() < start + nbytes and start < tensor.data_ptr() + _span(tensor)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
     if tensor.numel() == 0:
-        return False
-    begin, last = tensor.data_ptr(), tensor.numel() - 1
-    if not tensor.is_contiguous():
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin < start + nbytes and start < begin + (last + 1) * tensor.element_size()
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import Literal, Protocol, cast
+from typing import Literal, NoReturn, Protocol, cast
 
 import torch
 
@@ -476,8 +476,9 @@ class Lease:
         released: whether this claim has ended; what autograd or a `Received` keeps may still live.
     """
 
+    released = True  # until acquire() succeeds; also for an instance that was never initialised
+
     def __init__(self, arena: Regions, book: LeaseBook, frame: int | None) -> None:
-        self.released = True  # until acquire() succeeds
         self.where = caller()
         self.frame, self.serial = book.acquire(frame, self.where)
         self.arena = arena
@@ -506,6 +507,9 @@ class Lease:
     def __del__(self) -> None:
         if not self.released:
             self.book.end_later(self.serial)
+
+    def __reduce__(self) -> NoReturn:
+        raise LeaseError("a lease is one claim and cannot be copied or pickled; acquire another")
 
     def __enter__(self) -> Lease:
         return self

@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from epbuf import _C
 from epbuf.arena import Arena, arena_of
 from epbuf.checks import (
+    ROW_ALIGNMENT,
     Tokens,
     check_combine_order,
     check_dispatch_order,
@@ -240,12 +241,15 @@ def _pull(
             in_window = check_expert_out(arena, expert_out, state, workspace)
             check_row_weights(arena, topk_weights, expert_out.shape[0], in_window)
         if out is not None:
-            check_out(arena, out, state.num_tokens)
+            check_out(arena, out, state.num_tokens, expert_out)
         found.tensor, found.in_window = None if in_window else expert_out, in_window
 
     refusal = attempt.run(check)
-    if workspace is None or ticket is None:  # no cell is owed: all ranks run the same program and raise here
+    if workspace is None:  # no cell is owed: all ranks run the same program and raise here
         raise attempt.take() or AssertionError("a combine without a workspace passed its checks")
+    if ticket is None:  # released after its dispatch: the peers wait for READY
+        _complete_combine(arena, frame, workspace, attempt)
+    assert ticket is not None
     if state is None:
         state = book.ticket(read_ticket(ticket)[1])
     book.touch(frame, state.recorded_in)
@@ -267,7 +271,7 @@ def combine_backward(
     arena, state = state_of(ticket)
     book, attempt = arena.book, Attempt()
     arena.raise_pending()
-    workspace = arena.index_at("grad_expert_out", grad_expert_out)
+    workspace, grad = arena.index_at("grad_expert_out", grad_expert_out), _readable(grad)
 
     def check() -> None:
         check_gradient(arena, "the gradient of y", grad, state.num_tokens)
@@ -296,12 +300,14 @@ def dispatch_backward(
     if workspace is None:
         workspace, begins_use = book.claim_workspace(state.frame, "backward"), True
     rows, weights = Rows(), Rows()
+    row_grads = None if grad_tokens is None else _readable(grad_tokens)
+    weight_grads = None if grad_recv_weights is None else _readable(grad_recv_weights)
 
     def check() -> None:
-        if grad_tokens is not None:
-            check_gradient(arena, "the gradient of recv.tokens", grad_tokens, arena.plan.capacity_rows)
-        _fill(arena, rows, "grad_recv_tokens", grad_tokens, workspace)
-        _fill(arena, weights, "grad_recv_topk_weights", grad_recv_weights, workspace)
+        if row_grads is not None:
+            check_gradient(arena, "the gradient of recv.tokens", row_grads, arena.capacity_rows)
+        _fill(arena, rows, "grad_recv_tokens", row_grads, workspace)
+        _fill(arena, weights, "grad_recv_topk_weights", weight_grads, workspace)
 
     refusal = attempt.run(check)
     if refusal:
@@ -315,6 +321,15 @@ def dispatch_backward(
     _settle(arena, outcome, attempt, "dispatch backward")
     increment_version((arena.region("grad_recv_tokens", workspace), arena.region("grad_recv_topk_weights", workspace)))
     state.returned = True
+
+
+def _readable(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that the engine can read: dense, 16-byte aligned. Autograd hands over views of any kind."""
+    dense = grad.contiguous()
+    is_padded = dense.ndim == 2 and dense.stride(0) != dense.shape[1]  # one row of a wider tensor counts as contiguous
+    if is_padded or dense.data_ptr() % ROW_ALIGNMENT:
+        return dense.clone(memory_format=torch.contiguous_format)
+    return dense
 
 
 def refuse_dispatch(lease: Lease, attempt: Attempt) -> None:
@@ -332,8 +347,12 @@ def refuse_combine(lease: Lease, attempt: Attempt) -> None:
     workspace = arena.book.workspace(frame, "forward")
     if workspace is None:
         raise attempt.take() or AssertionError("refused without an error")
+    _complete_combine(arena, frame, workspace, attempt)
+
+
+def _complete_combine(arena: Arena, frame: int, workspace: int, attempt: Attempt) -> None:
     place = Place(frame, workspace, refusal_of(attempt.error))
-    outcome = arena.engine.combine(place, Rows(in_window=True), None, lease.token.new_empty(0, 1))
+    outcome = arena.engine.combine(place, Rows(in_window=True), None, arena.new_token_rows(0))
     _settle(arena, outcome, attempt, "combine")
 
 

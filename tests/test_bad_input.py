@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -468,3 +470,164 @@ def test_config_refuses(changes: dict[str, object], says: str) -> None:
     """A size or word that cannot work is a ConfigError with the numbers."""
     with pytest.raises(ConfigError, match=says):
         base_config(2, **changes)
+
+
+# ---- tensors and gradients of unusual kinds --------------------------------------------------------------------------
+
+
+def test_gradient_that_is_a_misaligned_view_is_read(arena: epbuf.Arena) -> None:
+    """Autograd hands over views at any address: torch.cat in front of y must not make backward refuse."""
+    x = x_of().requires_grad_()
+    with arena.acquire() as lease:
+        y = epbuf.combine(lease, epbuf.dispatch(lease, x, ids_of(1)).tokens)
+    weights = torch.arange(1.0, y.numel() + 2).to(y.dtype)
+    (torch.cat([torch.zeros(1, dtype=y.dtype), y.reshape(-1)]) * weights).sum().backward()
+    assert x.grad is not None
+    assert_same(x.grad, (3 * weights[1:].float()).to(x.dtype).view_as(x), "dx through a shifted gradient")
+
+
+def test_one_row_needs_no_row_stride(arena: epbuf.Arena) -> None:
+    """A single row of a wider tensor has no next row: its stride does not matter."""
+    row = _wide(x_of()[:1], 1)
+    with arena.acquire() as lease, torch.no_grad():
+        y = epbuf.combine(lease, epbuf.dispatch(lease, row, ids_of(1)[:1]).tokens)
+    assert_same(y, x_of()[:1] * 3, "y of one strided row")
+
+
+def _freed(tensor: Tensor) -> Tensor:
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode().from_tensor(tensor)
+
+
+@pytest.mark.parametrize("spoil", [_freed, _fake], ids=["freed", "fake"])
+@pytest.mark.parametrize("name", ["x", "topk_idx", "topk_weights"])
+def test_tensor_without_memory_is_refused(arena: epbuf.Arena, name: str, spoil: Callable[[Tensor], Tensor]) -> None:
+    """What has elements and no bytes must not reach a kernel."""
+    sent = {"x": x_of(), "topk_idx": ids_of(1), "topk_weights": torch.ones(len(x_of()), 3)}
+    sent[name] = spoil(sent[name])
+    with arena.acquire() as lease, pytest.raises(ConfigError, match=rf"{name}.*memory"):
+        epbuf.dispatch(lease, **sent)
+    assert_works(arena)
+
+
+def test_lazily_negated_rows_are_refused(arena: epbuf.Arena) -> None:
+    """A negated view holds the other sign in memory."""
+    with arena.acquire() as lease, pytest.raises(ConfigError, match=r"x.*lazy"):
+        epbuf.dispatch(lease, torch._neg_view(x_of()), ids_of(1))
+    assert_works(arena)
+
+
+@pytest.mark.parametrize("kind", ["expanded", "expert_out", "leaf"])
+def test_out_that_combine_must_not_write(arena: epbuf.Arena, kind: str) -> None:
+    """`out` has a row per token, shares nothing with expert_out, and is no leaf that needs a gradient."""
+    rows = torch.zeros(arena.plan.capacity_rows, 16, dtype=torch.bfloat16)
+    out = {
+        "expanded": torch.empty(1, 16, dtype=torch.bfloat16).expand(len(x_of()), 16),
+        "expert_out": rows[: len(x_of())],
+        "leaf": torch.zeros(len(x_of()), 16, dtype=torch.bfloat16, requires_grad=True),
+    }[kind]
+    says = {"expanded": "share memory", "expert_out": "overlaps expert_out", "leaf": "leaf"}[kind]
+    with arena.acquire() as lease:
+        epbuf.dispatch(lease, x_of(), ids_of(1))
+        with pytest.raises(ConfigError, match=says):
+            epbuf.combine(lease, rows, out=out)
+        assert_same(epbuf.combine(lease, rows).detach(), torch.zeros_like(x_of()), "y after the refused out")
+
+
+def test_weights_changed_before_backward_are_noticed(arena: epbuf.Arena) -> None:
+    """The frame's weights are not saved, so their version is compared: a wrong gradient would be silent."""
+    with arena.acquire() as lease:
+        recv = epbuf.dispatch(lease, x_of().requires_grad_(), ids_of(1), torch.ones(len(x_of()), 3))
+        y = epbuf.combine(lease, recv.tokens * 1, topk_weights=recv.topk_weights)
+        with torch.no_grad():
+            recv.topk_weights.mul_(3)
+    with pytest.raises(LeaseError, match="modified by an in-place operation"):
+        y.sum().backward()
+
+
+def _release_one(rank: int, group: Any) -> str:
+    with open_arena(1, group) as arena:
+        lease = arena.acquire()
+        recv = epbuf.dispatch(lease, x_of(rank), ids_of(2))
+        if rank == 0:
+            lease.release()
+        with pytest.raises(LeaseError) as caught:
+            epbuf.combine(lease, recv.tokens)
+        said = str(caught.value)
+        del caught, recv, lease
+        assert_works(arena, rank)
+        return said
+
+
+def test_combine_after_release_on_one_rank_reaches_the_other() -> None:
+    """The peer waits for READY: the refusal travels there, not a time-out."""
+    own, peer = virtual(2, _release_one)
+    assert "after release()" in own
+    assert re.search(r"rank 0 refused combine.*out of order", peer)
+
+
+# ---- objects that cannot be copied, and arguments of capture ---------------------------------------------------------
+
+
+def test_lease_cannot_be_copied(arena: epbuf.Arena) -> None:
+    """A copy's death would end the claim of the original."""
+    with arena.acquire() as lease:
+        for copy_it in (copy.copy, copy.deepcopy):
+            with pytest.raises(LeaseError, match="cannot be copied"):
+                copy_it(lease)
+        gc.collect()
+        assert_same(
+            epbuf.combine(lease, epbuf.dispatch(lease, x_of(), ids_of(1)).tokens).detach(), x_of() * 3, "y of the lease"
+        )
+
+
+@pytest.mark.parametrize("frame", ["0", True, 1.0], ids=str)
+def test_acquire_takes_an_int(arena: epbuf.Arena, frame: Any) -> None:
+    with pytest.raises(LeaseError, match="takes an int"):
+        arena.acquire(frame)
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(ConfigError, match="tpu"):
+        epbuf.Arena.open(epbuf.Plan.build(base_config(1)), device="tpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"on_overflow": "rais"}, "on_overflow"),
+        ({"warmup": -1}, "warmup"),
+        ({"arenas": ()}, "arena"),
+        ({"example_inputs": torch.ones(2)}, "example_inputs"),
+        ({"restore": torch.nn.Linear(1, 1)}, "restore"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_capture_checks_its_arguments(arena: epbuf.Arena, changes: dict[str, Any], says: str) -> None:
+    good = {"arenas": arena, "fn": lambda x: x + 1, "example_inputs": (torch.ones(2),)}
+    with pytest.raises(ConfigError, match=says):
+        epbuf.CapturedStep.capture(**(good | changes))
+
+
+def test_failed_capture_leaves_nothing(arena: epbuf.Arena) -> None:
+    """Weights are put back, no graph holds the arena, and the error may be kept."""
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.weight.add_(1)
+        with arena.acquire() as lease, torch.no_grad():
+            epbuf.dispatch(lease, x, ids_of(1))
+        raise ValueError("in the middle")
+
+    kept = raised(ValueError, lambda: epbuf.CapturedStep.capture(arena, step, (x_of(),), restore=(model,)))
+    assert_same(model.weight.detach(), before, "weights after the failed capture")
+    assert arena.report()["graphs"] == [], kept
