@@ -17,8 +17,6 @@ namespace py = pybind11;
 namespace epbuf {
 namespace {
 
-// ---- errors -----------------------------------------------------------------------------------------------------
-
 // The package is looked up when the error is raised, so that the module imports nothing when it is loaded.
 void translate_native_error(std::exception_ptr error) {
   try {
@@ -28,8 +26,6 @@ void translate_native_error(std::exception_ptr error) {
     py::set_error(type, native.what());
   }
 }
-
-// ---- structs of layout.h ----------------------------------------------------------------------------------------
 
 template <typename Struct>
 void bind_fields(py::class_<Struct>&) {}
@@ -174,8 +170,6 @@ std::size_t size_of(const std::string& name) {
   return found->second;
 }
 
-// ---- enums of layout.h ------------------------------------------------------------------------------------------
-
 // `values`: name, value, name, value, ...
 template <typename Enum>
 void add_values(py::native_enum<Enum>&) {}
@@ -212,8 +206,6 @@ void bind_enums(py::module_& m) {
   m.attr("COUNT_HEADER_CELLS") = kCountHeader;
 }
 
-// ---- host half --------------------------------------------------------------------------------------------------
-
 void bind_host_engine(py::module_& m) {
   bind_engine<HostEngine>(m, "HostEngine")
       .def(py::init<const Geometry&, const ArenaOffsets&, std::vector<FrameOffsets>, std::vector<ForwardOffsets>,
@@ -238,8 +230,6 @@ void bind_host_segment(py::module_& m) {
       .def("unlink", &HostSegment::unlink)
       .def_buffer(&bytes_of);
 }
-
-// ---- handles ----------------------------------------------------------------------------------------------------
 
 // Never destroyed: at exit the interpreter is gone before the statics are.
 HandleTable<py::object>& handles() {

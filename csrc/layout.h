@@ -7,8 +7,6 @@
 
 namespace epbuf {
 
-// ---- cells and words of the protocol ----------------------------------------------------------------------------
-
 // One 8-byte signal. It lives in the window of the rank that polls it; exactly one rank writes it.
 struct alignas(8) Cell {
   std::uint32_t epoch;
@@ -92,8 +90,6 @@ constexpr std::uint32_t kAbortBlameShift = 8;
 constexpr std::uint32_t kSlotRankShift = 32;
 constexpr std::int64_t kNoSlot = -1;
 
-// ---- words that live in the window (region `control` and the counters) ------------------------------------------
-
 // The first failure of this rank, written once, read by the host.
 struct ErrorRecord {
   std::uint32_t status;  // Status
@@ -151,8 +147,6 @@ struct BackwardCounters {
   std::uint32_t last_ready;  // the last use whose READY this rank published; ACK is awaited for it
 };
 
-// ---- where the regions of the plan lie; -1: the plan has no such region -----------------------------------------
-
 struct ArenaOffsets {
   std::int64_t control, abort_cells, progress_cells, frame_counters, forward_counters, backward_counters;
 };
@@ -188,8 +182,6 @@ struct Geometry {
   std::int64_t route_chunk_tokens;  // tokens per row of route_scratch
   std::uint64_t timeout_us;
 };
-
-// ---- one struct per engine call ---------------------------------------------------------------------------------
 
 // Where a call's rows come from.
 enum Source : std::uint32_t {
@@ -276,7 +268,6 @@ struct Outcome {
   std::int32_t bad_token, bad_topk;
 };
 
-// ---- one struct per CUDA kernel: its only parameter, filled by cuda/engine.cpp -----------------------------------
 // Fields that end in `_region` or `_cells`, and those of ArenaOffsets, are offsets in every rank's window. All other
 // 64-bit unsigned fields are addresses in this process, 0 where nothing is there.
 

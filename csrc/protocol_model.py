@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-# ---- steps ------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Advance:
@@ -161,8 +159,6 @@ Step = Advance | Remember | Publish | Await | Move | Announce | Compare | Clear 
 Steps = list[Step]
 Lane = tuple[int, int]  # rank, stream
 Programs = dict[Lane, Steps]
-
-# ---- ops, as PROTOCOL.md lists them -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -368,8 +364,6 @@ def announced(u: Use, *ops: Callable[[Use], Steps]) -> Steps:
     """Run ops that say in PROGRESS what they are; elsewhere it is left out, because no wait depends on it."""
     return [step for op in ops for step in (Announce(op.__name__, u.frame, u.workspace), *op(u))]
 
-
-# ---- the machine ------------------------------------------------------------------------------------------------
 
 Place = tuple[
     str, int, int

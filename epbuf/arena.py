@@ -122,8 +122,6 @@ class Arena:
             ranks.barrier()
         return arena
 
-    # ---- leases -------------------------------------------------------------------------------------------------
-
     def acquire(self, frame: int | None = None) -> Lease:
         """Take a frame: the lowest free one, or the one that `plan.schedule.frame(...)` names.
 
@@ -139,8 +137,6 @@ class Arena:
                 "gives one"
             )
         return Lease(self, self.book, frame)
-
-    # ---- regions ------------------------------------------------------------------------------------------------
 
     def region(self, name: str, index: int = 0) -> torch.Tensor:
         """Return the one tensor of a region of this rank."""
@@ -213,8 +209,6 @@ class Arena:
         """
         if self._addresses[name][index] != tensor.data_ptr():
             raise _copied(name, tensor)
-
-    # ---- health -------------------------------------------------------------------------------------------------
 
     def require_open(self, what: str) -> None:
         """Raise LeaseError when the arena is closed."""
@@ -296,8 +290,6 @@ class Arena:
             "demand_peak_rows": self.demand_peak_rows(),
             **{name: int(getattr(control, name)) for name in names},
         }
-
-    # ---- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give the window back. Idempotent.

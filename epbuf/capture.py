@@ -136,8 +136,6 @@ class CapturedStep:
         self._outputs = None
         self._player.close()
 
-    # ---- how it works -------------------------------------------------------------------------------------------
-
     def _record(self) -> None:
         serials = [arena.book.newest_serial() for arena in self._arenas]
         with self._guard("record"), self._player.recording():

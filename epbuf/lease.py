@@ -144,8 +144,6 @@ class LeaseBook:
         self._serial = 0
         self._lock = threading.RLock()
 
-    # ---- frames -------------------------------------------------------------------------------------------------
-
     def acquire(self, frame: int | None, where: str) -> tuple[int, int]:
         """Claim a frame: the lowest free one, or the one named. Return (frame, serial of the claim).
 
@@ -184,8 +182,6 @@ class LeaseBook:
         """Tell whether the lease itself still claims the frame."""
         self._catch_up()
         return lease in self._frames[frame].claims
-
-    # ---- tickets ------------------------------------------------------------------------------------------------
 
     def open_ticket(
         self, frame: int, lease: int, num_tokens: int, capacity_rows: int, graph: Graph | None
@@ -234,8 +230,6 @@ class LeaseBook:
             self._apply_ended()
             return list(self._tickets.values())
 
-    # ---- workspaces ---------------------------------------------------------------------------------------------
-
     def claim_workspace(self, frame: int, direction: Direction, index: int | None = None) -> int:
         """Claim a workspace for a frame: the one it has already, else `index`, else the lowest free one.
 
@@ -273,8 +267,6 @@ class LeaseBook:
             if held is not None:
                 self._frames[frame].workspace[direction] = None
                 self._taken[direction][held] = False
-
-    # ---- graphs -------------------------------------------------------------------------------------------------
 
     @property
     def recording(self) -> Graph | None:
@@ -323,8 +315,6 @@ class LeaseBook:
             self._forget_dead_graphs()
             return list(self.graphs.values())
 
-    # ---- reports ------------------------------------------------------------------------------------------------
-
     def claims(self) -> Iterator[tuple[int, str, str]]:
         """Yield (frame, kind, place in the user's code) of every living claim."""
         with self._lock:
@@ -342,8 +332,6 @@ class LeaseBook:
             self._apply_ended()
             young = [(f.index, c) for f in self._frames for c in f.claims.values() if min(c.serial, f.lease) > serial]
         return [f"{claim.kind} on frame {frame} from {claim.where}" for frame, claim in young]
-
-    # ---- internals ----------------------------------------------------------------------------------------------
 
     def _claim(self, frame: _Frame, kind: Literal["lease", "ticket"], where: str) -> int:
         self._serial += 1

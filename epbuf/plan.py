@@ -266,9 +266,6 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# ---- sizes ----------------------------------------------------------------------------------------------------------
-
-
 def _capacity_rows(config: EpConfig) -> int:
     """Return C. Worst case: every token of every rank picks min(K, L) experts of one rank; zones round up."""
     if config.recv_capacity_per_rank is not None:
@@ -372,9 +369,6 @@ def _backward_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
     ]
 
 
-# ---- places ---------------------------------------------------------------------------------------------------------
-
-
 def _place_all(config: EpConfig, schedule: Schedule, capacity_rows: int) -> Iterator[Region]:
     """Yield all regions, one set after the other."""
     num_backward = 0 if config.inference_only else schedule.num_workspaces
@@ -425,9 +419,6 @@ def _check_disjoint(regions: Sequence[Region], alias: Sequence[tuple[str, str]])
             pair = {(reaching.name, region.name), (region.name, reaching.name)}
             assert pair & set(alias) and region.index == reaching.index, (reaching, region)
         reaching = max(reaching, region, key=lambda region: region.end)
-
-
-# ---- table and picture ----------------------------------------------------------------------------------------------
 
 
 def _describe(plan: Plan) -> list[str]:

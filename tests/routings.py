@@ -124,9 +124,6 @@ def base_config(num_ranks: int, **changes: object) -> EpConfig:
     return EpConfig(**(fields | changes))
 
 
-# ---- named routings: config, generator -> ids of every rank ----------------------------------------------------------
-
-
 def _balanced(config: EpConfig, generator: torch.Generator) -> list[Tensor]:
     tokens = torch.arange(config.max_tokens_per_rank)[:, None] * config.num_topk
     ids = (tokens + torch.arange(config.num_topk)) % config.num_experts

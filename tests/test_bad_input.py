@@ -181,9 +181,6 @@ def test_combine_refuses_among_processes(pool: Any) -> None:
     _assert_refused_everywhere(pool.run(2, _combine_fault, "rows_missing"), COMBINE["rows_missing"])
 
 
-# ---- calls out of order: every rank runs the same wrong program ------------------------------------------------------
-
-
 @pytest.fixture
 def arena() -> Iterator[epbuf.Arena]:
     with open_arena() as arena:
@@ -286,9 +283,6 @@ def test_calls_out_of_order(number: int) -> None:
     virtual(2, _out_of_order, number)
 
 
-# ---- leases ----------------------------------------------------------------------------------------------------------
-
-
 def test_double_release(arena: epbuf.Arena) -> None:
     """The second release() says which frame, and does not free somebody else's lease of the same frame."""
     lease = arena.acquire()
@@ -375,9 +369,6 @@ def test_old_lease_does_not_reach_a_new_arena() -> None:
         assert_works(arena)
 
 
-# ---- open ------------------------------------------------------------------------------------------------------------
-
-
 def _wrong_size(rank: int, group: Any) -> str:
     message = raised(ConfigError, lambda: epbuf.Arena.open(epbuf.Plan.build(base_config(4)), group))
     with open_arena(1, group) as arena:
@@ -444,9 +435,6 @@ def test_backward_with_inference_only() -> None:
         assert_same(y, x_of() * 3, "y after the refused backward")
 
 
-# ---- sizes -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -470,9 +458,6 @@ def test_config_refuses(changes: dict[str, object], says: str) -> None:
     """A size or word that cannot work is a ConfigError with the numbers."""
     with pytest.raises(ConfigError, match=says):
         base_config(2, **changes)
-
-
-# ---- tensors and gradients of unusual kinds --------------------------------------------------------------------------
 
 
 def test_gradient_that_is_a_misaligned_view_is_read(arena: epbuf.Arena) -> None:
@@ -571,9 +556,6 @@ def test_combine_after_release_on_one_rank_reaches_the_other() -> None:
     own, peer = virtual(2, _release_one)
     assert "after release()" in own
     assert re.search(r"rank 0 refused combine.*out of order", peer)
-
-
-# ---- objects that cannot be copied, and arguments of capture ---------------------------------------------------------
 
 
 def test_lease_cannot_be_copied(arena: epbuf.Arena) -> None:

@@ -106,9 +106,6 @@ def echo(arena: epbuf.Arena) -> Callable[[Tensor, Tensor], Tensor]:
     return step
 
 
-# ---- replays ---------------------------------------------------------------------------------------------------------
-
-
 def _eager_and_captured(rank: int, group: Any, kind: str) -> list[list[Tensor]]:
     torch.manual_seed(0)
     data = batches(rank, 5)
@@ -229,8 +226,6 @@ def test_lease_opened_outside_is_used_inside(arena: epbuf.Arena) -> None:
     assert seen == {place}
 
 
-# ---- the guard -------------------------------------------------------------------------------------------------------
-
 FORBIDDEN: dict[str, Callable[[epbuf.Arena, epbuf.Received], object]] = {
     "Arena.open": lambda arena, recv: epbuf.Arena.open(epbuf.Plan.build(base_config(1))),
     "close": lambda arena, recv: arena.close(),
@@ -307,9 +302,6 @@ def test_other_arenas_stay_usable_while_one_is_captured(arena: epbuf.Arena) -> N
         captured.close()
 
 
-# ---- claims that outlive a capture -----------------------------------------------------------------------------------
-
-
 def _keeps_lease(arena: epbuf.Arena, x: Tensor, ids: Tensor) -> list[object]:
     lease = arena.acquire()
     with torch.no_grad():
@@ -351,9 +343,6 @@ def test_claim_that_outlives_its_capture(
         epbuf.CapturedStep.capture(arena, step, (x_of(), ids_of(arena)), warmup=1)
     kept.clear()
     assert_same(echo(arena)(x_of(), ids_of(arena)), x_of() * 3, "y of an eager step afterwards")
-
-
-# ---- what warm-up changes --------------------------------------------------------------------------------------------
 
 
 def _state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
@@ -417,9 +406,6 @@ def test_example_inputs_are_left_alone(arena: epbuf.Arena) -> None:
     captured.close()
 
 
-# ---- holds and the end -----------------------------------------------------------------------------------------------
-
-
 def test_close_is_refused_while_a_graph_lives(arena: epbuf.Arena) -> None:
     """Rule 16: close() lists the living graph with the place of its capture, and works once that is closed."""
     captured = epbuf.CapturedStep.capture(arena, echo(arena), (x_of(), ids_of(arena)))
@@ -473,8 +459,6 @@ def test_replay_with_other_inputs(arena: epbuf.Arena, change: Callable[..., tupl
     assert_same(captured(x_of(), ids_of(arena)), x_of() * 3, "y of the next replay")
     captured.close()
 
-
-# ---- errors of a replay ----------------------------------------------------------------------------------------------
 
 TIGHT = {"recv_capacity_per_rank": 48}  # balanced routing fits, one expert for all tokens of both ranks does not
 

@@ -71,9 +71,6 @@ def assert_all_free(arena: epbuf.Arena) -> None:
         lease.release()
 
 
-# ---- 100 steps that leave nothing behind -----------------------------------------------------------------------------
-
-
 def _steps(arena: epbuf.Arena, step: Callable[[epbuf.Arena, Tensor], Tensor | None]) -> None:
     """Run a step many times on fresh inputs; each must find frame 0 free, and its y must be right."""
     for number in range(NUM_STEPS):
@@ -216,9 +213,6 @@ def test_received_kept_with_one_frame_is_refused() -> None:
         assert_all_free(arena)
 
 
-# ---- one thing that keeps a frame ------------------------------------------------------------------------------------
-
-
 def test_early_reuse_is_refused(single: epbuf.Arena) -> None:
     """Rule 14: a graph that waits for its backward keeps the frame; the message names frame, place and Schedule."""
     x = tokens()
@@ -334,9 +328,6 @@ def test_failed_backward_keeps_no_claim(single: epbuf.Arena) -> None:
     del lease, recv, rows, y
     assert_all_free(single)
     _trained(single, tokens())
-
-
-# ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
 def _two_rank_steps(rank: int, group: Any, reentrant: bool | None) -> Tensor:

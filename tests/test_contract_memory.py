@@ -43,9 +43,6 @@ def tokens() -> Tensor:
     return draw_inputs(CASE, 0, True).x.requires_grad_()
 
 
-# ---- rule 12: one allocation, fixed places ---------------------------------------------------------------------------
-
-
 def _places(rank: int, group: Any) -> list[dict[str, int]]:
     """Return, for each round with another T and routing, where every region of the lease begins."""
     rounds = []
@@ -109,9 +106,6 @@ def test_window_is_allocated_once(arena: epbuf.Arena) -> None:
         with arena.acquire() as lease:
             epbuf.combine(lease, epbuf.dispatch(lease, tokens(), IDS).tokens).sum().backward()
     assert arena.report()["window_allocations"] == 1
-
-
-# ---- rule 13: one tensor per region per frame ------------------------------------------------------------------------
 
 
 def test_views_cannot_be_resized(arena: epbuf.Arena) -> None:
@@ -188,9 +182,6 @@ def test_gradient_of_a_leaf_is_copied_out_of_the_window(arena: epbuf.Arena) -> N
         recv = epbuf.dispatch(lease, tokens(), IDS)
         epbuf.combine(lease, recv.tokens).backward(torch.full((12, 16), 7.0))
     assert_same(leaf.grad[:end], kept, "gradient of the leaf after the next step")
-
-
-# ---- rule 15: frames and workspaces ----------------------------------------------------------------------------------
 
 
 def frame_of(arena: epbuf.Arena, lease: epbuf.Lease) -> int:
@@ -428,9 +419,6 @@ def test_ranks_on_different_frames_all_raise(spread: Spread) -> None:
         assert "frame 0" in message and "frame 2" in message
 
 
-# ---- rule 17: the end ------------------------------------------------------------------------------------------------
-
-
 def test_close_is_idempotent() -> None:
     """Rule 17: closing twice, and leaving `with` after close(), does nothing more."""
     with open_arena() as arena:
@@ -490,8 +478,6 @@ def test_claims_may_end_in_another_thread(arena: epbuf.Arena) -> None:
     thread.join()
     arena.acquire().release()
 
-
-# ---- rule 18: one plan -----------------------------------------------------------------------------------------------
 
 DIFFERENCES: dict[str, tuple[object, object]] = {
     "num_experts": (8, 16),

@@ -19,8 +19,6 @@ from epbuf.errors import CapacityError, ConfigError
 Spread = Callable[..., list[Any]]
 
 
-# ---- worked by hand, independent of the reference --------------------------------------------------------------------
-
 # Two ranks, experts 0, 1 on rank 0 and 2, 3 on rank 1, zones in multiples of 4 rows. Token t of rank r holds
 # the number 10 r + t + 1, so a row shows where it came from.
 HAND_IDS = ([[0, 2], [2, 0]], [[2, 3], [0, -1]])
@@ -91,9 +89,6 @@ def test_worked_overflow() -> None:
     }
 
 
-# ---- rule 3: rows past the last zone ---------------------------------------------------------------------------------
-
-
 def _reduced(rank: int, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     case = named_case("some_negative", 2, 16)
     with epbuf.Arena.open(epbuf.Plan.build(case.config), group) as arena, arena.acquire() as lease:
@@ -140,9 +135,6 @@ def test_trim_keeps_one_aligned_block() -> None:
     assert virtual(2, _trim_nothing) == [[16, 16]] * 2
 
 
-# ---- rule 4: ids -----------------------------------------------------------------------------------------------------
-
-
 def _validated(rank: int, group: Any) -> tuple[str, Tensor]:
     case = named_case("balanced", 2)
     config = base_config(2, validate_ids=True)
@@ -179,9 +171,6 @@ def test_bad_ids_are_counted_on_every_rank() -> None:
     bad = reference.route(case.config, 1000, case.topk_idx).num_bad_ids
     assert bad > 0
     assert virtual(2, _counted) == [bad, bad]
-
-
-# ---- rules 5 to 9 ----------------------------------------------------------------------------------------------------
 
 
 def _repeated(rank: int, group: Any) -> tuple[list[float], list[float], Tensor, Tensor]:
@@ -406,9 +395,6 @@ def test_payload_same_has_no_scales() -> None:
     assert virtual(1, _received_of_same) == [(True, True, True, True)]
 
 
-# ---- rule 10: policies -----------------------------------------------------------------------------------------------
-
-
 def _error_policy(rank: int, group: Any) -> tuple[str, Tensor]:
     tight, easy = named_case("one_row_over", 2), named_case("some_negative", 2)
     config = base_config(2, overflow_policy="error", recv_capacity_per_rank=tight.config.recv_capacity_per_rank)
@@ -451,9 +437,6 @@ def test_overflow_skips_an_optimiser_step(routing: str) -> None:
     for flag, parameter in virtual(2, _found_inf, routing):
         assert flag == over
         assert bool((parameter == 1).all()) == over
-
-
-# ---- rule 11: shapes and addresses -----------------------------------------------------------------------------------
 
 
 def _strided(rank: int, group: Any) -> dict[str, Tensor]:

@@ -40,9 +40,6 @@ def dense(x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     return x * factors.sum(1, keepdim=True)
 
 
-# ---- gradcheck -------------------------------------------------------------------------------------------------------
-
-
 def _gradcheck(rank: int, group: Any, how: str) -> bool:
     num_ranks = size_of(group)
     config = base_config(
@@ -96,9 +93,6 @@ def test_gradcheck_of_received_rows() -> None:
 def test_gradcheck_three_ranks() -> None:
     """Rule 7: the same with three ranks that take their differences at the same time."""
     assert virtual(3, _gradcheck, "layer") == [True] * 3
-
-
-# ---- against a dense model -------------------------------------------------------------------------------------------
 
 
 def _whole(case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -220,9 +214,6 @@ def test_undefined_gradient_of_y() -> None:
     x, weights, _, dy = parts[1]
     dense(x, case.topk_idx[1], weights, scales).backward(dy)
     assert_same(other, x.grad, "dx of rank 1")
-
-
-# ---- several dispatches in flight ------------------------------------------------------------------------------------
 
 
 def _pipeline(rank: int, group: Any, schedule: epbuf.Schedule, order: str) -> list[Tensor]:

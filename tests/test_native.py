@@ -29,9 +29,6 @@ CPU = torch.device("cpu")
 PREFIX = "epbuf-native-test-"
 
 
-# ---- the stub --------------------------------------------------------------------------------------------------------
-
-
 def stub_names() -> dict[str, set[str]]:
     """Return the names of `_C.pyi`: for each class its members, inherited ones included, for all else nothing."""
     names: dict[str, set[str]] = {}
@@ -68,9 +65,6 @@ def test_stub_declares_what_the_module_has() -> None:
             assert {member for member in set(dir(found)) - inherited if public(member)} == stub[name], name
 
 
-# ---- structs ---------------------------------------------------------------------------------------------------------
-
-
 def test_structs_start_empty() -> None:
     """Offsets start as -1, which means that the plan has no such region; everything else starts as 0."""
     for name in ("ArenaOffsets", "FrameOffsets", "ForwardOffsets", "BackwardOffsets"):
@@ -86,9 +80,6 @@ def fields(struct: Any) -> dict[str, int]:
 def test_sizeof_knows_only_what_lives_in_windows() -> None:
     with pytest.raises(KeyError, match="Geometry"):
         _C.sizeof("Geometry")
-
-
-# ---- handles ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -144,9 +135,6 @@ def test_object_may_come_back_while_it_is_dropped() -> None:
     _C.handle_drop(_C.handle_put(Restless()))
     assert _C.handle_get(successors[0]) == "successor"
     _C.handle_drop(successors[0])
-
-
-# ---- segments --------------------------------------------------------------------------------------------------------
 
 
 def test_segment_buffer_is_writable_and_keeps_the_memory() -> None:
@@ -240,9 +228,6 @@ def test_segment_prefix_is_a_file_name(prefix: str) -> None:
         _C.HostSegment.create(prefix, 4096)
     with pytest.raises(NativeError, match="file name"):
         _C.HostSegment.sweep(prefix)
-
-
-# ---- row arithmetic --------------------------------------------------------------------------------------------------
 
 
 class OneRank:
@@ -351,9 +336,6 @@ def lane_dot(products: Tensor) -> Tensor:
     for lane in lanes.unbind(1):
         total = total + lane
     return total
-
-
-# ---- failures --------------------------------------------------------------------------------------------------------
 
 
 def two_rank_engines(timeout_s: float) -> tuple[list[NativeEngine], list[_C.HostSegment]]:

@@ -41,9 +41,6 @@ def _failure(call: Callable[[], object]) -> tuple[str, float]:
     return raised(PeerTimeoutError, call), time.monotonic() - began
 
 
-# ---- killed ranks: processes of their own ----------------------------------------------------------------------------
-
-
 def _killed(rank: int, group: Any, moment: str) -> dict[str, Any]:
     """Rank 1 is killed by SIGKILL, either before it enters dispatch or while it waits there for rank 2."""
     x, ids = tokens(rank, 3)
@@ -83,9 +80,6 @@ def test_killed_rank_is_named_in_time(moment: str, tmp_path: Path) -> None:
         assert found["took"] < TIMEOUT_S + GRACE_S
         assert "rank 1" in found["again"] and "rank 1" in found["later"]
         assert found["then"] < GRACE_S
-
-
-# ---- ranks that stay away --------------------------------------------------------------------------------------------
 
 
 def _absent(rank: int, group: Any, phase: str) -> str | None:
@@ -144,9 +138,6 @@ def test_new_arena_after_a_time_out() -> None:
     groups = [virtual_ranks(2), virtual_ranks(2)]
     for rank, y in enumerate(virtual(2, run)):
         assert_same(y, tokens(rank, 2)[0] * 3, f"y of rank {rank}")
-
-
-# ---- ranks that leave or go another way ------------------------------------------------------------------------------
 
 
 def _leaves_in_combine(rank: int, group: Any) -> str:

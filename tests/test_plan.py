@@ -275,9 +275,6 @@ def test_default_schedule_is_one_sequential_layer() -> None:
     assert build(SMALL).schedule == Schedule.sequential(1)
 
 
-# ---- capacity -------------------------------------------------------------------------------------------------------
-
-
 def worst_demand(num_rows: int, num_zones: int, alignment: int) -> int:
     """Most rows that zones need, by trying every way to spread the rows over them."""
     splits = itertools.combinations_with_replacement(range(num_rows + 1), num_zones - 1)
@@ -336,8 +333,6 @@ def test_capacity_past_int32_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"2147483648 rows.*2147483647.*capacity_factor"):
         build(DEEPSEEK, recv_capacity_per_rank=None, num_ranks=256, max_tokens_per_rank=2**23, num_topk=1)
 
-
-# ---- identity -------------------------------------------------------------------------------------------------------
 
 CHANGES: dict[str, Any] = {
     "num_ranks": 1,
@@ -417,9 +412,6 @@ def test_equal_plans_have_equal_fingerprints_and_no_difference() -> None:
     ours, theirs = build(SMALL, timeout_s=5), build(SMALL, timeout_s=5.0)
     assert ours.fingerprint == theirs.fingerprint
     assert describe_difference(ours.to_json(), theirs.to_json()) == ""
-
-
-# ---- for people -----------------------------------------------------------------------------------------------------
 
 
 def test_json_lists_every_region_and_the_fingerprint() -> None:

@@ -116,9 +116,6 @@ def test_examples_in_docstrings() -> None:
     assert outcome.attempted > 20 and outcome.failed == 0
 
 
-# ---- route -----------------------------------------------------------------------------------------------------------
-
-
 def test_slots_are_those_of_a_sort(drawn: Round) -> None:
     """Sorting all routes by (expert, rank, token, k) gives every slot; what does not fit has none."""
     found = {
@@ -174,9 +171,6 @@ def test_route_leaves_the_ids_alone(drawn: Round) -> None:
     equal(ids, [torch.full_like(i, drawn.config.num_experts) for i in drawn.topk_idx])
 
 
-# ---- forward ---------------------------------------------------------------------------------------------------------
-
-
 def test_dispatch_is_a_one_hot_product(drawn: Round) -> None:
     """Below the last end every row is the sum of its one source, or zero padding; later rows stay unwritten."""
     x, w = drawn.tokens(), drawn.weights()
@@ -229,9 +223,6 @@ def test_combine_rounds_once_without_weights_and_each_row_with() -> None:
     ones = torch.ones(3, 8).bfloat16()
     weights = torch.tensor([1 + 2**-8, 1 + 2**-8, 0.0])  # each product rounds to 1, their float32 sum would not
     assert reference.combine(config, routing, [ones], [weights])[0].tolist() == [[2.0] * 8]
-
-
-# ---- backward --------------------------------------------------------------------------------------------------------
 
 
 def autograd_round(drawn: Round, weighted: bool) -> dict[str, list[Tensor]]:

@@ -54,9 +54,6 @@ def assert_right(ys: list[Tensor]) -> None:
         assert_same(y, draw_inputs(case, rank, True).x * 3, f"y of rank {rank}")
 
 
-# ---- one rank --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("window", ["host", "local", "auto"])
 def test_one_rank_needs_no_group(window: str) -> None:
     """R = 1 works without a process group, in every kind of window."""
@@ -79,9 +76,6 @@ def test_two_arenas_do_not_share_memory() -> None:
         first.recv_tokens.fill_(1)
         second.recv_tokens.fill_(2)
         assert bool((first.recv_tokens == 1).all())
-
-
-# ---- segments --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -152,9 +146,6 @@ def test_window_larger_than_shared_memory(prefix: str) -> None:
     assert names(prefix) == set()
 
 
-# ---- killed processes ------------------------------------------------------------------------------------------------
-
-
 def _killed_in_open(rank: int, group: Any, prefix: str) -> None:
     def die(*args: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -184,9 +175,6 @@ def test_processes_killed_after_open_leave_nothing(tmp_path: Path, prefix: str) 
     with Ranks(2, tmp_path) as ranks:
         assert [result.died for result in ranks.outcomes(2, _killed_after_open, prefix)] == [True, True]
     assert names(prefix) == set()
-
-
-# ---- groups ----------------------------------------------------------------------------------------------------------
 
 
 def _over_process_group(rank: int, group: Any, prefix: str) -> tuple[set[str], Tensor]:

@@ -16,8 +16,6 @@ constexpr std::int64_t kPullMinWarps = 2048;  // below as many tokens, warps sha
 constexpr std::int32_t kPullRows = 8;         // rows of a token in flight per lane
 constexpr std::uint32_t kAllLanes = 0xFFFFFFFF;
 
-// ---- stage ------------------------------------------------------------------------------------------------------
-
 template <typename Dtype>
 __device__ __forceinline__ uint4 scale(uint4 v, float factor) {
   float f[Elements<Dtype>::kNum];
@@ -77,8 +75,6 @@ __global__ void __launch_bounds__(kStageThreads, kStageBlocksPerSm)
     atomicAdd(staged_bytes, static_cast<unsigned long long>(num_rows * k.row_bytes));
   }
 }
-
-// ---- pull -------------------------------------------------------------------------------------------------------
 
 struct Source {
   std::uint64_t row;  // 0: no slot

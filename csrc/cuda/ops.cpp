@@ -17,8 +17,6 @@ void launch_steps(const CudaContext& context, SignalKernel k, std::uint32_t step
   launch_signal(k, context.target(stream));
 }
 
-// ---- route ------------------------------------------------------------------------------------------------------
-
 KernelIds ids_of(const CudaContext& context, const RouteCall& call) {
   KernelIds ids{};
   ids.num_topk = context.geometry().num_topk;
@@ -90,8 +88,6 @@ RouteExchangeKernel exchange_kernel(const CudaContext& context, const RouteCall&
   return k;
 }
 
-// ---- signals ----------------------------------------------------------------------------------------------------
-
 SignalKernel signal(const CudaContext& context, const KernelCall& call, Phase phase, std::int64_t cells) {
   SignalKernel k{};
   k.call = call;
@@ -117,8 +113,6 @@ SignalKernel backward_signal(const CudaContext& context, const KernelCall& call,
   k.ack_cells = context.backward(call.workspace).grad_ack_cells;
   return k;
 }
-
-// ---- rows -------------------------------------------------------------------------------------------------------
 
 void push(const CudaContext& context, const KernelCall& kernel_call, const DispatchCall& call, std::int64_t rows_region,
           std::int64_t weights_region) {

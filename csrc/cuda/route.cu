@@ -17,8 +17,6 @@ constexpr std::int32_t kMaxFusedChunks = 4;
 constexpr std::size_t kMaxFusedBytes = 65536;
 constexpr std::size_t kStaticSharedBytes = 512;  // the exchange's, at most
 
-// ---- ids --------------------------------------------------------------------------------------------------------
-
 __device__ std::int32_t num_live(const KernelIds& ids) {
   if (ids.live_tokens == 0) return ids.num_tokens;
   const bool wide = ids.live_tokens_bytes == 8;
@@ -90,8 +88,6 @@ __global__ void __launch_bounds__(kCountThreads) route_count_kernel(const __grid
     __syncthreads();
   }
 }
-
-// ---- the exchange -----------------------------------------------------------------------------------------------
 
 // Shared memory of the exchange. The last three are there when it does the work of the other two kernels as well.
 struct ExchangeShared {
@@ -321,8 +317,6 @@ __device__ void record_bad_ids(const RouteExchangeKernel& k, const Verdict& verd
   });
 }
 
-// ---- zones ------------------------------------------------------------------------------------------------------
-
 __device__ std::int64_t warp_inclusive_sum(std::int64_t value) {
   const std::uint32_t lane = threadIdx.x % kWarpSize;
 #pragma unroll
@@ -399,8 +393,6 @@ __device__ void write_demand(const RouteExchangeKernel& k, const std::int64_t* p
   *at<float>(k.overflow) = largest > k.capacity_rows ? 1.0f : 0.0f;
   if (largest > k.capacity_rows) record_overflow(k.call, largest, largest_rank);
 }
-
-// ---- slots ------------------------------------------------------------------------------------------------------
 
 // One warp: ranks the experts of `keys` [num] in order and writes their slots. `next` [E]: the row that the chunk's
 // next token for an expert takes.

@@ -155,8 +155,6 @@ __device__ inline void report(const KernelCall& call, const Failure& failure) {
   if (record_failure(call, error) && failure.status != kAborted) tell_abort(call, failure.status, failure.peer);
 }
 
-// ---- the whole block takes part in what follows ------------------------------------------------------------------
-
 // Numbers the call, tells every rank what it is, and returns the number.
 __device__ inline std::uint32_t begin_call(const KernelCall& call) {
   __shared__ std::uint32_t number;

@@ -91,8 +91,6 @@ class Bench:
         self.y, self.dx, self.dw = (torch.empty_like(like) for like in (self.x, self.x, self.topk_weights))
         self.right = expect(shape, session.rank, self.plan.capacity_rows, session.device)
 
-    # ---- what is timed ------------------------------------------------------------------------------------------
-
     def route(self) -> None:
         for frame in BOTH:
             self.engine.route(Place(frame, frame), self.topk_idx, None)
@@ -164,8 +162,6 @@ class Bench:
         if expert_hidden:
             chains["step, experts"] = Chain(self.step_with_experts(expert_hidden))
         return chains
-
-    # ---- how ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Run one eager step forward and backward on poisoned memory; leave the right rows in every region."""

@@ -216,9 +216,6 @@ class Group:
         return "\n".join(lines)
 
 
-# ---- MPS ------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def mps(num_ranks: int, logs: Path) -> Iterator[dict[str, str]]:
     """Start CUDA MPS when ranks share a GPU, give the variables that its clients need, and stop it afterwards.
@@ -274,9 +271,6 @@ def tell_mps(word: str, environment: dict[str, str]) -> str:
         return ""
 
 
-# ---- the machine ----------------------------------------------------------------------------------------------------
-
-
 @cache
 def query_gpus(fields: str) -> list[list[str]]:
     """Return the fields of each GPU as nvidia-smi tells them; nothing where there is none."""
@@ -318,9 +312,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:

@@ -183,9 +183,6 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-# ---- the plot and the file ------------------------------------------------------------------------------------------
-
-
 def curves(records: Sequence[Record]) -> tuple[str, dict[str, dict[int, float]]]:
     """Return a title and, by system, the step's time for each T.
 

@@ -43,8 +43,6 @@ def test_every_capture_mode(pool: GpuPool, num_ranks: int, window: str) -> None:
     assert pool.run(num_ranks, _modes, window, num_ranks) == [24] * num_ranks
 
 
-# ---- what a graph consists of, and where its memory comes from -------------------------------------------------------
-
 HOST_NODE, MEM_ALLOC_NODE, MEM_FREE_NODE = 3, 10, 11  # CUgraphNodeType of cuda.h
 
 
@@ -112,9 +110,6 @@ def test_capture_allocates_in_the_graphs_pool_only(pool: GpuPool, num_ranks: int
     """Rule 12: segments that a capture adds belong to the graph's pool, and no window memory is among them."""
     for found in pool.run(num_ranks, _new_segments, window, num_ranks):
         assert len(found) >= 2 and all(found)
-
-
-# ---- whole steps -----------------------------------------------------------------------------------------------------
 
 
 def _train(rank: int, group: Any, window: str, num_ranks: int) -> bool:
@@ -197,9 +192,6 @@ def test_graphed_callables(pool: GpuPool, num_ranks: int, window: str) -> None:
         assert len(re.findall(r"captured at \S+\.py:\d+", found["message"])) == 2, found["message"]
         assert "reserved" in found["reserved"]
         assert found["early"] == [0, 1]
-
-
-# ---- the guard -------------------------------------------------------------------------------------------------------
 
 
 def _guard(rank: int, group: Any) -> dict[str, str]:

@@ -147,8 +147,6 @@ def test_rows_beyond_two_gigabytes(pool: GpuPool) -> None:
     assert pool.run(1, _far_rows) == [(0, 0)]
 
 
-# ---- inputs of other kinds -------------------------------------------------------------------------------------------
-
 PAIR = ("some_negative", 2, 16)
 
 
@@ -285,9 +283,6 @@ def _inference(rank: int, group: Any, window: str) -> None:
 def test_inputs_of_other_kinds(pool: GpuPool, num_ranks: int, window: str, play: Any) -> None:
     """Rules 3, 6, 7, 11: strides, expanded and missing gradients, frozen inputs, own rows, trim(), inference."""
     pool.run(num_ranks, play, window)
-
-
-# ---- policies --------------------------------------------------------------------------------------------------------
 
 
 def _policies(rank: int, group: Any, window: str, num_ranks: int) -> dict[str, str]:

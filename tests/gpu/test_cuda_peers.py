@@ -37,9 +37,6 @@ def _good_round(arena: epbuf.Arena, x: Tensor, ids: Tensor) -> None:
     arena.check()
 
 
-# ---- ranks that stay away --------------------------------------------------------------------------------------------
-
-
 def _absent(rank: int, group: Any, window: str, num_ranks: int, phase: str) -> dict[str, Any]:
     """Rank 1 leaves out what owes `phase`; the others must say so, and all work on in a new arena."""
     x, ids = _inputs(rank, num_ranks)
@@ -174,9 +171,6 @@ def test_ranks_on_different_frames(pool: GpuPool, num_ranks: int, window: str) -
     """Rule 15: ranks that dispatch on different frames all raise LeaseError with both numbers, not a time-out."""
     for message in pool.run(num_ranks, _other_frame, window, limit_s=15):
         assert "frame 0" in message and "frame 1" in message
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 def _refused_dispatch(arena: epbuf.Arena, rank: int, x: Tensor, ids: Tensor, hears: str) -> str:

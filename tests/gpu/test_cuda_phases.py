@@ -63,9 +63,6 @@ def test_random_routings(pool: GpuPool) -> None:
     assert pool.run(1, play_all, [random_case(seed) for seed in range(100, 140)]) == [40]
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
 def _refused(ranks: VirtualRanks, op: str, inputs: Sequence[Inputs]) -> None:
     """Play a round up to the op that rank 1 refuses; nothing moves there on any rank."""
 

@@ -48,9 +48,6 @@ def _window_addresses(arena: epbuf.Arena) -> list[int]:
     return [arena.region(region.name, region.index).data_ptr() for region in arena.plan.regions]
 
 
-# ---- a thousand replays ----------------------------------------------------------------------------------------------
-
-
 def _replays(rank: int, group: Any, window: str, num_ranks: int, num_steps: int) -> dict[str, Any]:
     """Alternate a graph of 96 tokens, one of 40, and eager steps of 70, all on one frame and one workspace."""
     generator = torch.Generator("cuda").manual_seed(rank)
@@ -96,9 +93,6 @@ def test_a_thousand_replays(pool: GpuPool, num_ranks: int, window: str) -> None:
         }  # fmt: skip
 
 
-# ---- ranks that drift apart ------------------------------------------------------------------------------------------
-
-
 def _skew(rank: int, group: Any, window: str, num_ranks: int, num_rounds: int) -> list[int]:
     """Delay one rank of each round by 1 to 50 ms, on the host or on its stream, before any of its ops."""
     plan, generator = random.Random(5), torch.Generator("cuda").manual_seed(rank)
@@ -140,9 +134,6 @@ def _pause_at(where: str, delay_ms: float, on_stream: bool) -> Callable[[str], N
 def test_one_rank_is_late(pool: GpuPool, num_ranks: int, window: str) -> None:
     """Section 5: 200 rounds in which some rank is late somewhere, in eager calls and between replays, are all exact."""
     assert pool.run(num_ranks, _skew, window, num_ranks, 200, limit_s=90) == [[]] * num_ranks
-
-
-# ---- streams ---------------------------------------------------------------------------------------------------------
 
 
 def _one_frame_two_streams(rank: int, group: Any, window: str, num_ranks: int) -> list[int]:

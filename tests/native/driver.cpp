@@ -31,8 +31,6 @@ void expect(bool condition, const Parts&... what) {
   std::_Exit(1);
 }
 
-// ---- one arena with all of its ranks ----------------------------------------------------------------------------
-
 struct Shape {
   std::int32_t ranks, tokens, topk, hidden, local_experts, alignment;
   std::int64_t capacity;
@@ -206,8 +204,6 @@ void on_all_ranks(std::int32_t num_ranks, const std::function<void(std::int32_t)
   for (std::thread& thread : threads) thread.join();
 }
 
-// ---- what a round moves, known to every rank from its number alone ------------------------------------------------
-
 // Small integers, so that sums of products stay exact in bf16.
 float input_value(std::uint32_t round, std::int32_t rank, std::int64_t token, std::int64_t h) {
   return static_cast<float>((round + 5 * static_cast<std::uint32_t>(rank) + 3 * token + h) % 7) - 3.0f;
@@ -330,8 +326,6 @@ class Model {
   Shape shape_;
   std::uint32_t round_;
 };
-
-// ---- one rank's side of a round -----------------------------------------------------------------------------------
 
 float load_elem(TokenDtype dtype, const std::byte* base, std::int64_t i) {
   if (dtype == kBf16) return to_float(reinterpret_cast<const Bf16*>(base)[i]);
@@ -625,8 +619,6 @@ class Rank {
   std::vector<float> dw_;
   std::int64_t live_;
 };
-
-// ---- scenarios ----------------------------------------------------------------------------------------------------
 
 // Lets ranks drift apart: some rounds one of them sleeps.
 void drift(std::int32_t rank, std::uint32_t round) {
