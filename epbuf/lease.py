@@ -419,7 +419,8 @@ class LeaseBook:
         ends = "its combine" if direction == "forward" else "its dispatch backward"
         return (
             f"frame {frame} needs a {direction} workspace and all {self._num_workspaces} are claimed, by frame(s) "
-            f"{owners}: a claim lasts until {ends}. Issue that first, or plan more with Schedule(num_workspaces=...)"
+            f"{owners}: a claim lasts until {ends}. Issue that first (a backward restricted to some inputs never does "
+            "unless an input of dispatch is among them), or plan more with Schedule(num_workspaces=...)"
         )
 
 
