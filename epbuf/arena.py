@@ -225,10 +225,10 @@ class Arena:
         refuse_while_recording(self.book, "check()", "call it after the capture, or after a replay")
         self.require_open("check()")
         self._judge(self.engine.control())
-        told = self.region("abort_cells").nonzero().flatten().tolist()
-        if told:
+        gone = self._ranks_that_gave_up()
+        if gone:
             raise PeerTimeoutError(
-                f"rank(s) {told} gave this arena up, after a wait of theirs failed or an exception left their `with` "
+                f"rank(s) {gone} gave this arena up, after a wait of theirs failed or an exception left their `with` "
                 "block; look at their errors and close this arena"
             )
 
@@ -257,14 +257,14 @@ class Arena:
     def poisoned(self) -> bool:
         """Tell whether a wait failed, here or on a peer. Reads the device; LeaseError once the arena is closed."""
         self.require_open("poisoned")
-        return bool(self.engine.control().poisoned or self.region("abort_cells").any())
+        return bool(self.engine.control().poisoned or self._ranks_that_gave_up())
 
     def barrier(self) -> None:
         """Wait on the host for every rank of the group. Collective."""
         self._group.barrier()
 
     def demand_peak_rows(self) -> int:
-        """Return the largest demand of this rank's dispatches so far, in rows. Reads the device."""
+        """Return the largest demand that a dispatch so far put on any rank, in rows. Reads the device."""
         return int(self.region("frame_counters").view(torch.int64)[:, 1].max().item())
 
     def report(self) -> dict[str, Any]:
@@ -276,11 +276,11 @@ class Arena:
         refuse_while_recording(self.book, "report()", "call it after the capture")
         self.require_open("report()")
         control = self.engine.control()
-        report = {"window_reason": self.window_reason}
         names = ("num_refusals", "num_overflows", "num_bad_ids", "num_early_reuses", "staged_bytes")
-        return report | {
+        return {
             "rank": self.rank,
             "window": self.window.kind,
+            "window_reason": self.window_reason,
             "window_bytes": self.plan.total_bytes,
             "window_allocations": self.window_allocations,
             "num_frames": self.plan.schedule.num_frames,
@@ -362,6 +362,10 @@ class Arena:
             self._num_own_refusals = int(control.num_refusals)
             op = _C.Op(control.refused_op).name.lower().replace("_", " ")
             raise peer_error(op, control.refusing_rank, control.refusal)
+
+    def _ranks_that_gave_up(self) -> list[int]:
+        """Return the ranks whose ABORT cell here is set. Reads the device."""
+        return [int(rank) for rank in self.region("abort_cells").nonzero().flatten().tolist()]
 
     def _graphs_after_drain(self) -> list[Graph]:
         """Return the graphs that live; CUDA tells of a graph's death a moment after it, from a thread of its own."""

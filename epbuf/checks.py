@@ -22,6 +22,7 @@ from epbuf.lease import Ticket
 _Error = TypeVar("_Error", bound=EpbufError)
 ROW_ALIGNMENT = 16  # bytes; the widest access of the copy kernels
 _ID_DTYPES = (torch.int64, torch.int32)
+_WEIGHT_DTYPES = (torch.float32,)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -92,55 +93,49 @@ def is_plain_dispatch(
 
     False decides nothing: the checks do, and say why.
     """
-    if x.stride() != arena.row_strides or x.dtype != arena.token_dtype:
+    if not _are_plain_rows(arena, x):
         return False
-    num_tokens, width = x.shape
-    shape, address = (num_tokens, arena.num_topk), x.data_ptr()
+    num_tokens = x.shape[0]
+    shape = (num_tokens, arena.num_topk)
     return (
-        address != 0
-        and topk_idx.data_ptr() != 0
-        and not x.is_neg()
-        and width == arena.hidden
-        and num_tokens <= arena.max_tokens_per_rank
-        and address % ROW_ALIGNMENT == 0
-        and not arena.covers(address)
-        and topk_idx.shape == shape
-        and topk_idx.dtype in _ID_DTYPES
-        and topk_idx.is_contiguous()
-        and (
-            topk_weights is None
-            or (
-                topk_weights.shape == shape
-                and topk_weights.dtype == torch.float32
-                and topk_weights.is_contiguous()
-                and topk_weights.data_ptr() != 0
-                and not topk_weights.is_neg()
-            )
-        )
+        num_tokens <= arena.max_tokens_per_rank
+        and _is_plain(topk_idx, shape, _ID_DTYPES)
+        and (topk_weights is None or _is_plain(topk_weights, shape, _WEIGHT_DTYPES))
     )
 
 
 def is_plain_combine(arena: Arena, expert_out: torch.Tensor, topk_weights: torch.Tensor | None) -> bool:
     """Tell in few reads what nearly every combine brings: gapless [C, H] rows outside the window, dense weights."""
-    if expert_out.stride() != arena.row_strides or expert_out.dtype != arena.token_dtype:
+    capacity = arena.capacity_rows
+    return (
+        _are_plain_rows(arena, expert_out)
+        and expert_out.shape[0] == capacity
+        and (topk_weights is None or _is_plain(topk_weights, (capacity,), _WEIGHT_DTYPES))
+    )
+
+
+def _are_plain_rows(arena: Arena, rows: torch.Tensor) -> bool:
+    """Tell whether rows [n, H] are gapless, aligned, outside the window, and have memory."""
+    if rows.stride() != arena.row_strides or rows.dtype != arena.token_dtype:
         return False
-    address, capacity = expert_out.data_ptr(), arena.capacity_rows
+    address = rows.data_ptr()
     return (
         address != 0
-        and not expert_out.is_neg()
-        and expert_out.shape == (capacity, arena.hidden)
         and address % ROW_ALIGNMENT == 0
+        and rows.shape[1] == arena.hidden
+        and not rows.is_neg()
         and not arena.covers(address)
-        and (
-            topk_weights is None
-            or (
-                topk_weights.shape == (capacity,)
-                and topk_weights.dtype == torch.float32
-                and topk_weights.is_contiguous()
-                and topk_weights.data_ptr() != 0
-                and not topk_weights.is_neg()
-            )
-        )
+    )
+
+
+def _is_plain(tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Tell whether a tensor is dense, of the shape and one of the dtypes, and has memory."""
+    return (
+        tensor.shape == shape
+        and tensor.dtype in dtypes
+        and tensor.is_contiguous()
+        and tensor.data_ptr() != 0
+        and not tensor.is_neg()
     )
 
 

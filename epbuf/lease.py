@@ -224,12 +224,6 @@ class LeaseBook:
         state = self._frames[frame]
         return lease in state.claims and not state.dispatched
 
-    def live_tickets(self) -> list[Ticket]:
-        """Return all tickets that keep a frame."""
-        with self._lock:
-            self._apply_ended()
-            return list(self._tickets.values())
-
     def claim_workspace(self, frame: int, direction: Direction, index: int | None = None) -> int:
         """Claim a workspace for a frame: the one it has already, else `index`, else the lowest free one.
 

@@ -230,28 +230,25 @@ def _pull(
     arena.raise_pending()
     book, attempt, found = arena.book, Attempt(), Rows(in_window=True)
     workspace = book.workspace(frame, "forward")
-    state: Ticket | None = None
+    state = None if ticket is None else book.ticket(read_ticket(ticket)[1])
 
     def check() -> None:
-        nonlocal state
-        state = check_combine_order(None if ticket is None else book.ticket(read_ticket(ticket)[1]), frame)
+        open_ticket = check_combine_order(state, frame)
         assert workspace is not None, "a dispatch without its combine has a forward workspace"
         in_window = False
         if not is_plain_combine(arena, expert_out, topk_weights):
-            in_window = check_expert_out(arena, expert_out, state, workspace)
+            in_window = check_expert_out(arena, expert_out, open_ticket, workspace)
             check_row_weights(arena, topk_weights, expert_out.shape[0], in_window)
         if out is not None:
-            check_out(arena, out, state.num_tokens, expert_out)
+            check_out(arena, out, open_ticket.num_tokens, expert_out)
         found.tensor, found.in_window = None if in_window else expert_out, in_window
 
     refusal = attempt.run(check)
     if workspace is None:  # no cell is owed: all ranks run the same program and raise here
         raise attempt.take() or AssertionError("a combine without a workspace passed its checks")
-    if ticket is None:  # released after its dispatch: the peers wait for READY
+    if state is None:  # released after its dispatch: the peers wait for READY
         _complete_combine(arena, frame, workspace, attempt)
-    assert ticket is not None
-    if state is None:
-        state = book.ticket(read_ticket(ticket)[1])
+    assert state is not None
     book.touch(frame, state.recorded_in)
     y = arena.new_token_rows(state.num_tokens) if out is None else out
     outcome = arena.engine.combine(Place(frame, workspace, refusal), found, None if refusal else topk_weights, y)
