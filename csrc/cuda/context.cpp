@@ -38,6 +38,8 @@ void check_sizes(const Geometry& g) {
   EPBUF_CHECK(g.route_chunk_tokens >= 1 && g.route_chunk_tokens <= 1024, "route_chunk_tokens is ",
               g.route_chunk_tokens);
   const std::int64_t num_slots = static_cast<std::int64_t>(g.num_ranks) * g.max_tokens_per_rank * g.num_topk;
+  EPBUF_CHECK(num_slots / g.num_ranks <= INT32_MAX, "max_tokens_per_rank * num_topk is ", num_slots / g.num_ranks,
+              "; the kernels number slots by int32");
   EPBUF_CHECK(num_slots <= UINT32_MAX, "num_ranks * max_tokens_per_rank * num_topk is ", num_slots,
               "; a count is uint32");
 }
@@ -53,9 +55,10 @@ const Geometry& checked(const Geometry& g, std::size_t num_windows, int device) 
   check_ranks(g, num_windows);
   check_sizes(g);
   const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  EPBUF_CHECK(route_shared_bytes(g) <= static_cast<std::size_t>(available), "num_experts is ", g.num_experts,
-              ": route needs ", route_shared_bytes(g), " bytes of shared memory in a block; the device has ",
-              available);
+  const std::size_t needed = std::max(exchange_shared_bytes(g.num_experts),
+                                      slots_shared_bytes(g.num_experts, g.route_chunk_tokens, g.num_topk));
+  EPBUF_CHECK(needed <= static_cast<std::size_t>(available), "num_experts is ", g.num_experts, ": route needs ", needed,
+              " bytes of shared memory in a block; the device has ", available);
   return g;
 }
 
@@ -72,7 +75,7 @@ CudaContext::CudaContext(const Geometry& geometry, const ArenaOffsets& arena, st
       device_(device),
       window_(peers[static_cast<std::size_t>(geometry.rank)]),
       num_sms_(static_cast<std::uint32_t>(device_attribute(cudaDevAttrMultiProcessorCount, device))),
-      words_(device, peers, frames_.size(), forwards_.size()) {}
+      words_(device, peers, frames_.size(), forwards_.size(), backwards_.size()) {}
 
 const FrameOffsets& CudaContext::frame(std::int32_t index) const { return element(frames_, index, "frame"); }
 

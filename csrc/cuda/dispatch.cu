@@ -124,6 +124,8 @@ __device__ void zero_padding(const PushKernel& k, std::uint32_t first, const Gri
 // valid = {2}: warp 0 stores x[0] into row 1 of rank 0 and row 0 of rank 1; warp 1 x[1] into row 0 of rank 0; items 2
 // and 3 are the padding rows 2 and 3, zeroed by warp 2 and warp 0.
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) push_kernel(const __grid_constant__ PushKernel k) {
+  await_previous();
+  release_next();
   if (warp_stops(k.call)) return;
 
   const GridWarp warp;

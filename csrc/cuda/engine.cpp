@@ -154,6 +154,7 @@ void CudaEngine::abort(std::uint32_t reason) noexcept {
 void CudaEngine::warm_up() const {
   const DeviceGuard device(context_.device());
   load_route();
+  load_route_exchange();
   load_signal();
   load_dispatch();
   load_combine();

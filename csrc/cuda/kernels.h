@@ -12,8 +12,8 @@ void launch_route_count(const RouteCountKernel& kernel, const Target& target);
 void launch_route_exchange(const RouteExchangeKernel& kernel, const Target& target);
 void launch_route_slots(const RouteSlotsKernel& kernel, const Target& target);
 
-// All of route in one launch, for few tokens.
-bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts, std::int32_t chunk_tokens);
+// All of route in one launch, where shared memory holds the ids.
+bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts);
 void launch_route_fused(const RouteExchangeKernel& kernel, const Target& target);
 
 void launch_signal(const SignalKernel& kernel, const Target& target);
@@ -23,11 +23,13 @@ void launch_stage(const StageKernel& kernel, TokenDtype dtype, std::int64_t max_
 void launch_pull(const PullKernel& kernel, TokenDtype dtype, const Target& target);
 void launch_weight_grad(const WeightGradKernel& kernel, TokenDtype dtype, std::int64_t max_rows, const Target& target);
 
-// Bytes of shared memory that the largest block of route needs.
-std::size_t route_shared_bytes(const Geometry& geometry);
+// Bytes of shared memory that a block needs.
+std::size_t exchange_shared_bytes(std::int64_t num_experts);
+std::size_t slots_shared_bytes(std::int64_t num_experts, std::int64_t chunk_tokens, std::int64_t num_topk);
 
 // Loads every variant of the family.
 void load_route();
+void load_route_exchange();
 void load_signal();
 void load_dispatch();
 void load_combine();

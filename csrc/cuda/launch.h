@@ -34,13 +34,23 @@ struct Target {
   }
 };
 
-// Enqueues; never synchronises and leaves the runtime's last error alone.
+// Enqueues; never synchronises and leaves the runtime's last error alone. The kernel may be put on the GPU before the
+// one ahead of it in the stream has ended: it begins with await_previous (chain.cuh).
 template <typename Arguments>
 void launch(const char* name, void (*kernel)(Arguments), const Grid& grid, const Arguments& arguments,
             cudaStream_t stream) {
   void* pointers[] = {const_cast<Arguments*>(&arguments)};
-  const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(grid.num_blocks),
-                                             dim3(grid.num_threads), pointers, grid.shared_bytes, stream);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid.num_blocks);
+  config.blockDim = dim3(grid.num_threads);
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  const cudaError_t error = cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers);
   EPBUF_CHECK(error == cudaSuccess, "launch of ", name, " (", grid.num_blocks, " blocks of ", grid.num_threads,
               " threads, ", grid.shared_bytes, " bytes of shared memory) failed: ", cudaGetErrorString(error));
 }

@@ -1,6 +1,7 @@
 // What kernels record of this rank's failures, refusals and counts, and whether a kernel may run at all.
 #pragma once
 
+#include "chain.cuh"
 #include "sync.cuh"
 
 namespace epbuf::cuda {

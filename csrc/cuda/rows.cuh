@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../layout.h"
@@ -16,13 +17,11 @@ struct Bf16 {};
 struct Fp16 {};
 struct Fp32 {};
 
-// For rows that do not change while the kernel runs, except by the thread that loads. A row is read once by one rank:
-// it need not stay in the first-level cache.
+// For rows that do not change while the kernel runs, except by the thread that loads. A row is read once, yet the
+// first-level cache is not told to skip it: measured, that takes 5 % longer.
 __device__ __forceinline__ uint4 load_vec(const uint4* from) {
   uint4 v;
-  asm("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "l"(from));
+  asm("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
   return v;
 }
 
@@ -124,10 +123,14 @@ struct Split {
   }
 };
 
-// Warps that share a row, so that `num_rows` rows make at least `num_warps` of them.
-inline std::int32_t num_splits_for(std::int64_t num_rows, std::int64_t row_bytes, std::int64_t num_warps) {
-  const std::int64_t most = (row_bytes / kVecBytes + 31) / 32;
-  const std::int64_t wanted = num_rows == 0 ? 1 : (num_warps + num_rows - 1) / num_rows;
+// Warps that share a row: so many that `num_rows` rows make at least `num_warps` of them, and that none takes more than
+// `max_vecs` vectors.
+inline std::int32_t num_splits_for(std::int64_t num_rows, std::int64_t row_bytes, std::int64_t num_warps,
+                                   std::int64_t max_vecs = INT32_MAX) {
+  const std::int64_t num_vecs = row_bytes / kVecBytes;
+  const std::int64_t most = (num_vecs + 31) / 32;
+  const std::int64_t for_warps = num_rows == 0 ? 1 : (num_warps + num_rows - 1) / num_rows;
+  const std::int64_t wanted = std::max(for_warps, (num_vecs + max_vecs - 1) / max_vecs);
   return static_cast<std::int32_t>(wanted < 1 ? 1 : wanted < most ? wanted : most);
 }
 

@@ -2,78 +2,12 @@
 #include <algorithm>
 
 #include "kernels.h"
-#include "wait.cuh"
+#include "steps.cuh"
 
 namespace epbuf::cuda {
 namespace {
 
 constexpr std::uint32_t kMaxThreads = 256;
-
-// The lowest rank whose cell carries a refusal, num_ranks if none does. Valid between the wait for the cells and this
-// rank's next signal, until which no peer can overwrite them.
-__device__ std::int32_t find_refusal(const KernelCall& call, const Cell* cells) {
-  __shared__ std::int32_t lowest;
-  if (threadIdx.x == 0) lowest = call.num_ranks;
-  __syncthreads();
-  for (std::int32_t peer = threadIdx.x; peer < call.num_ranks; peer += blockDim.x) {
-    if (load_relaxed_system(cells + peer).value != kRefusalNone) atomicMin(&lowest, peer);
-  }
-  __syncthreads();
-  return lowest;
-}
-
-// One thread. The mark makes the frame's later ops do nothing; the same op again, or an earlier one, takes it away.
-__device__ void judge(const SignalKernel& k, const Cell* cells, std::int32_t refusing) {
-  auto* mark = at<std::uint32_t>(k.call.refused);
-  if (refusing == k.call.num_ranks) {
-    store_relaxed_device(mark, kOpNone);
-  } else {
-    store_relaxed_device(mark, k.call.op);
-    record_refusal(k.call, refusing, load_relaxed_system(cells + refusing).value);
-  }
-}
-
-// One thread, after an unrefused round.
-__device__ void update_open(const SignalKernel& k) {
-  auto* counters = at<FrameCounters>(k.frame_counters);
-  if ((k.steps & kSignalExpectOpen) && counters->open == 0) record_early_reuse(k.call);
-  if (k.steps & kSignalSetOpen) counters->open = 1;
-  if (k.steps & kSignalClearOpen) counters->open = 0;
-}
-
-// False: the arena is poisoned.
-__device__ bool run_signal(const SignalKernel& k, Failure* failure) {
-  const std::uint32_t number = (k.steps & kSignalBegin) ? begin_call(k.call) : current_call(k.call);
-  auto* epoch_word = at<std::uint32_t>(k.epoch);
-  const Cell* cells = at<const Cell>(k.call.window, k.cells);
-
-  if (k.steps & kSignalAwaitAck) {
-    const Cell* ack_cells = at<const Cell>(k.call.window, k.ack_cells);
-    const std::uint32_t last_use = *at<const std::uint32_t>(k.ack_use);
-    if (!await_all(k.call, {k.ack_phase, last_use, ack_cells, 1, number}, failure)) return false;
-  }
-
-  // Every thread reads the old word before thread 0 writes the new one.
-  const std::uint32_t epoch = *epoch_word + ((k.steps & kSignalAdvance) ? 1 : 0);
-  __syncthreads();
-  if (threadIdx.x == 0 && (k.steps & kSignalAdvance)) *epoch_word = epoch;
-  if (threadIdx.x == 0 && (k.steps & kSignalMarkReady)) *at<std::uint32_t>(k.ack_use) = epoch;
-  if (k.steps & kSignalPublish) publish(k.call, k.cells, {epoch, k.call.refusal});
-
-  const bool was_refused = refused_op(k.call) == k.call.op;
-  if ((k.steps & kSignalAwait) || ((k.steps & kSignalAwaitRefused) && was_refused)) {
-    if (!await_all(k.call, {k.phase, epoch, cells, 1, number}, failure)) return false;
-  }
-
-  bool refused = was_refused;
-  if (k.steps & kSignalJudge) {
-    const std::int32_t refusing = find_refusal(k.call, cells);
-    refused = refusing != k.call.num_ranks;
-    if (threadIdx.x == 0) judge(k, cells, refusing);
-  }
-  if (threadIdx.x == 0 && !refused) update_open(k);
-  return true;
-}
 
 // Shapes: one block, a thread for each rank, in turns.
 //
@@ -82,14 +16,16 @@ __device__ bool run_signal(const SignalKernel& k, Failure* failure) {
 // {3, _} and {3, _}. If cell 1 is {3, kRefusalDtype}, rank 1 is recorded, the frame is marked with kOpCombine, and the
 // pull that follows in the stream does nothing.
 __global__ void __launch_bounds__(kMaxThreads) signal_kernel(const __grid_constant__ SignalKernel k) {
+  await_previous();
   if (block_skips(k.call)) return;
   Failure failure;
-  if (!run_signal(k, &failure)) report(k.call, failure);
+  if (!take_steps(k, &failure)) report(k.call, failure);
 }
 
 // Example: rank 2 leaves its `with` block by an exception: ABORT cell 2 of every rank becomes {1, kAborted}, its own
 // arena is poisoned, and a wait that runs there ends within about 50 us.
 __global__ void abort_kernel(const __grid_constant__ AbortKernel k) {
+  await_previous();
   ErrorRecord error{};
   error.status = kAborted;
   error.peer = k.call.rank;

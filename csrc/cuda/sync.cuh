@@ -4,9 +4,10 @@
 // A waiting thread: load_fenced_system until the epoch is the awaited one, then fence_acquire_system.
 //
 // Rows are written by many blocks of an earlier kernel of the same stream, and published by one thread of a later one.
-// That needs no fence in the blocks that write: the end of a kernel happens before the start of the next kernel of its
-// stream, so the rows come before the publisher's fence in causality order, and a system-scope fence is cumulative: it
-// orders what its thread observed and not only what it wrote (PTX ISA, "Memory Consistency Model", causality order).
+// That needs no fence in the blocks that write: the end of a kernel happens before what the next kernel of its stream
+// does after await_previous (chain.cuh), so the rows come before the publisher's fence in causality order, and a
+// system-scope fence is cumulative: it orders what its thread observed and not only what it wrote (PTX ISA, "Memory
+// Consistency Model", causality order).
 #pragma once
 
 #include <cstdint>

@@ -155,15 +155,27 @@ __device__ inline void report(const KernelCall& call, const Failure& failure) {
   if (record_failure(call, error) && failure.status != kAborted) tell_abort(call, failure.status, failure.peer);
 }
 
-// Numbers the call, tells every rank what it is, and returns the number.
-__device__ inline std::uint32_t begin_call(const KernelCall& call) {
-  __shared__ std::uint32_t number;
-  if (threadIdx.x == 0) number = atomicAdd(&control_of(call)->call, 1u) + 1;
-  __syncthreads();
-  for (std::int32_t peer = threadIdx.x; peer < call.num_ranks; peer += blockDim.x) {
+// One warp numbers the call, tells every rank what it is, and returns the number.
+__device__ inline std::uint32_t begin_call_as_warp(const KernelCall& call) {
+  const std::uint32_t lane = threadIdx.x % kWarpSize;
+  std::uint32_t number = 0;
+  if (lane == 0) number = atomicAdd(&control_of(call)->call, 1u) + 1;
+  number = __shfl_sync(0xFFFFFFFF, number, 0);
+  for (std::int32_t peer = lane; peer < call.num_ranks; peer += kWarpSize) {
     Cell* cell = at<Cell>(window_of(call, peer), call.progress_cells) + call.rank;
     store_relaxed_system(cell, {number, pack_progress(call)});
   }
+  return number;
+}
+
+// The block does.
+__device__ inline std::uint32_t begin_call(const KernelCall& call) {
+  __shared__ std::uint32_t number;
+  if (threadIdx.x < kWarpSize) {
+    const std::uint32_t begun = begin_call_as_warp(call);
+    if (threadIdx.x == 0) number = begun;
+  }
+  __syncthreads();
   return number;
 }
 
@@ -182,29 +194,42 @@ __device__ inline void publish(const KernelCall& call, std::int64_t cells, Cell 
   }
 }
 
-// True once every rank, this one included, has published `awaited.epoch`. One thread waits for one rank.
-__device__ inline bool await_all(const KernelCall& call, const Awaited& awaited, Failure* failure) {
+// The ranks that one of several threads looks after: `first`, `first + step`, ...
+struct Each {
+  std::int32_t first, step;
+};
+
+// True once this thread's ranks have published `awaited.epoch`; *refusals is then the OR of what they said with it.
+__device__ inline bool await_ranks(const KernelCall& call, const Awaited& awaited, Each ranks, Failure* failure,
+                                   std::uint32_t* refusals = nullptr) {
   bool arrived = true;
-  for (std::int32_t peer = threadIdx.x; arrived && peer < call.num_ranks; peer += blockDim.x) {
+  for (std::int32_t peer = ranks.first; arrived && peer < call.num_ranks; peer += ranks.step) {
     Patience patience;
     const Cell* cell = awaited.cells + peer * awaited.cells_per_rank;
-    while (arrived && load_fenced_system(cell).epoch != awaited.epoch) {
+    Cell seen = load_fenced_system(cell);
+    while (arrived && seen.epoch != awaited.epoch) {
       arrived = patience.endure(call, awaited, peer, failure);
+      seen = load_fenced_system(cell);
     }
+    if (refusals != nullptr) *refusals |= seen.value;
   }
   fence_acquire_system();
-  return __syncthreads_and(arrived);
+  return arrived;
 }
 
-// False if a peer runs another op, frame or workspace as the same call. Asked where the awaited cells are the same for
-// both, so that the wait itself cannot tell.
-__device__ inline bool all_agree(const KernelCall& call, const Awaited& awaited, Failure* failure) {
-  if (call.check_progress != 0) {
-    for (std::int32_t peer = threadIdx.x; peer < call.num_ranks; peer += blockDim.x) {
-      if (mismatches(call, awaited, peer)) *failure = {kMismatch, peer, awaited};
-    }
+// The block: true once every rank, this one included, has published.
+__device__ inline bool await_all(const KernelCall& call, const Awaited& awaited, Failure* failure,
+                                 std::uint32_t* refusals = nullptr) {
+  const Each ranks{static_cast<std::int32_t>(threadIdx.x), static_cast<std::int32_t>(blockDim.x)};
+  return __syncthreads_and(await_ranks(call, awaited, ranks, failure, refusals));
+}
+
+// False if one of this thread's ranks runs another op, frame or workspace as the same call.
+__device__ inline bool all_agree(const KernelCall& call, const Awaited& awaited, Each ranks, Failure* failure) {
+  for (std::int32_t peer = ranks.first; peer < call.num_ranks; peer += ranks.step) {
+    if (mismatches(call, awaited, peer)) *failure = {kMismatch, peer, awaited};
   }
-  return __syncthreads_and(failure->status == kOk);
+  return failure->status == kOk;
 }
 
 }  // namespace epbuf::cuda

@@ -59,6 +59,8 @@ __device__ __forceinline__ float weight_grad_row(const uint4* expert_out, uint4*
 template <typename Dtype>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     weight_grad_kernel(const __grid_constant__ WeightGradKernel k) {
+  await_previous();
+  release_next();
   if (warp_stops(k.call)) return;
 
   const GridWarp warp;

@@ -1,0 +1,77 @@
+// What the kernels of route share: ids, chunks, and slots taken in order.
+#pragma once
+
+#include "kernels.h"
+#include "sync.cuh"
+
+namespace epbuf::cuda {
+
+constexpr std::uint32_t kNoExpert = 0xFFFFFFFF;
+
+__device__ inline std::int32_t num_live(const KernelIds& ids) {
+  if (ids.live_tokens == 0) return ids.num_tokens;
+  const bool wide = ids.live_tokens_bytes == 8;
+  const std::int64_t live = wide ? *at<const std::int64_t>(ids.live_tokens) : *at<const std::int32_t>(ids.live_tokens);
+  return static_cast<std::int32_t>(live < 0 ? 0 : live < ids.num_tokens ? live : ids.num_tokens);
+}
+
+// The id at `slot` = token * K + k, which is below 2^31.
+__device__ __forceinline__ std::int64_t load_id(const KernelIds& ids, std::uint32_t slot) {
+  const auto topk = static_cast<std::uint32_t>(ids.num_topk);
+  const std::int64_t index = static_cast<std::int64_t>(slot / topk) * ids.row_stride + slot % topk;
+  return ids.topk_idx_bytes == 8 ? at<const std::int64_t>(ids.topk_idx)[index]
+                                 : at<const std::int32_t>(ids.topk_idx)[index];
+}
+
+__host__ __device__ inline std::int32_t num_chunks_of(const KernelIds& ids, std::int32_t chunk_tokens) {
+  return (ids.num_tokens + chunk_tokens - 1) / chunk_tokens;
+}
+
+// What slots are taken for: the expert, or kNoExpert.
+__device__ __forceinline__ std::uint32_t key_of(std::int64_t id, std::int32_t num_experts) {
+  return id >= 0 && id < num_experts ? static_cast<std::uint32_t>(id) : kNoExpert;
+}
+
+// Ids >= E of this rank: how many, and the lowest slot among them.
+struct BadIds {
+  unsigned long long num, first;
+
+  __device__ __forceinline__ void note(std::int64_t slot) {
+    atomicAdd(&num, 1ull);
+    atomicMin(&first, static_cast<unsigned long long>(slot));
+  }
+};
+constexpr BadIds kNoBadIds = {0, ~0ull};
+
+// One warp: ranks the experts of `keys` [num] in order and writes their slots. The next token for expert e takes row
+// base[e] + next[e]. A key without an expert is larger than any expert.
+template <typename Kernel, typename Key>
+__device__ void take_slots(const Kernel& k, const Key* keys, const std::int64_t* base, std::uint32_t* next,
+                           std::int32_t num, std::int64_t* slots) {
+  constexpr std::int32_t kGroups = 4;
+  const std::int32_t lane = threadIdx.x % kWarpSize;
+  const std::uint32_t lower_lanes = (1u << lane) - 1;
+  for (std::int32_t begin = 0; begin < num; begin += kGroups * kWarpSize) {
+    std::uint32_t key[kGroups], same[kGroups];
+#pragma unroll
+    for (std::int32_t g = 0; g < kGroups; ++g) {
+      const std::int32_t i = begin + g * kWarpSize + lane;
+      key[g] = i < num ? keys[i] : static_cast<Key>(kNoExpert);
+      same[g] = __match_any_sync(0xFFFFFFFF, key[g]);
+    }
+#pragma unroll
+    for (std::int32_t g = 0; g < kGroups; ++g) {
+      const std::int32_t i = begin + g * kWarpSize + lane;
+      const bool live = key[g] < static_cast<std::uint32_t>(k.num_experts);
+      const std::uint32_t taken = live ? next[key[g]] : 0;
+      __syncwarp();
+      if (live && (same[g] & lower_lanes) == 0) next[key[g]] = taken + __popc(same[g]);
+      __syncwarp();
+      const std::int64_t row = live ? base[key[g]] + taken + __popc(same[g] & lower_lanes) : 0;
+      const std::int64_t owner = live ? key[g] / static_cast<std::uint32_t>(k.num_local_experts) : 0;
+      if (i < num) slots[i] = live && row < k.capacity_rows ? owner << kSlotRankShift | row : kNoSlot;
+    }
+  }
+}
+
+}  // namespace epbuf::cuda

@@ -1,0 +1,560 @@
+// The exchange of route: every rank tells every rank how many rows it has for each expert, and each computes from all
+// counts the zones of its own receive region and the rows that its own tokens take on the peers.
+#include "chain.cuh"
+#include "route.cuh"
+#include "wait.cuh"
+
+namespace epbuf::cuda {
+namespace {
+
+constexpr std::uint32_t kThreads = 512;  // half an SM: it must find room beside the experts of other ranks
+constexpr std::uint32_t kCountWarps = kThreads / kWarpSize - 1;
+constexpr std::uint32_t kCountThreads = kCountWarps * kWarpSize;
+constexpr std::int32_t kBatch = 4;  // loads or stores in flight per thread
+constexpr std::size_t kMaxFusedBytes = 160 * 1024;
+constexpr std::size_t kStaticSharedBytes = 1024;  // at most
+constexpr std::int64_t kMaxFusedExperts = 0xFFFE;
+
+using Key = std::uint16_t;  // fused only
+
+__device__ __forceinline__ std::int32_t warp_index() { return static_cast<std::int32_t>(threadIdx.x / kWarpSize); }
+__device__ __forceinline__ std::int32_t lane_index() { return static_cast<std::int32_t>(threadIdx.x % kWarpSize); }
+
+// The last warp talks to the peers while the others count, and compares PROGRESS while they read the peers' counts.
+__device__ __forceinline__ bool is_speaker() { return threadIdx.x >= kCountThreads; }
+
+// Shared memory of the block; the partial sums are there for many tokens, the last two for few.
+struct ExchangeShared {
+  std::int64_t* prefix;    // [E + 1] padded rows of the experts before
+  std::int64_t* base;      // [E] rows of lower ranks, then the row of this rank's first token
+  std::uint32_t* totals;   // [E] rows from all ranks
+  std::uint32_t* columns;  // [E + header] what this rank publishes
+  std::uint32_t* partial;  // [max(E, 4 count threads)] sums of chunk groups
+  std::uint32_t* counts;   // [count warps, E] rows of each warp's slots, then of the warps before
+  Key* keys;               // [T, K]
+};
+
+// What single threads tell the block.
+struct Notes {
+  std::uint32_t call;                    // this rank's call number
+  std::int32_t refusing_rank, bad_rank;  // -1: none
+  std::uint32_t num_bad_ids;             // of all ranks
+  BadIds own;
+};
+
+__host__ __device__ inline std::size_t align16(std::size_t nbytes) { return (nbytes + 15) / 16 * 16; }
+
+// Hands out pieces of 16-byte aligned memory; counts only, where there is none.
+struct Pieces {
+  std::size_t used = 0;
+
+  template <typename T>
+  __host__ __device__ T* take(void* memory, std::int64_t num) {
+    T* piece = reinterpret_cast<T*>(reinterpret_cast<std::uintptr_t>(memory) + used);
+    used += align16(sizeof(T) * static_cast<std::size_t>(num));
+    return piece;
+  }
+};
+
+// Slots that one warp counts and places when the exchange does it all: whole groups of 32.
+__host__ __device__ inline std::int32_t slots_per_warp(const KernelIds& ids) {
+  const std::int32_t per_warp = (ids.num_tokens * ids.num_topk + kCountWarps - 1) / kCountWarps;
+  return (per_warp + static_cast<std::int32_t>(kWarpSize) - 1) / kWarpSize * kWarpSize;
+}
+
+// Returns the bytes used.
+template <bool kFused>
+__host__ __device__ std::size_t carve(void* shared, const KernelIds& ids, std::int64_t num_experts,
+                                      ExchangeShared* memory) {
+  const std::int64_t most = num_experts > 4 * kCountThreads ? num_experts : 4 * kCountThreads;
+  Pieces pieces;
+  memory->prefix = pieces.take<std::int64_t>(shared, num_experts + 1);
+  memory->base = pieces.take<std::int64_t>(shared, num_experts);
+  memory->totals = pieces.take<std::uint32_t>(shared, num_experts);
+  memory->columns = pieces.take<std::uint32_t>(shared, num_experts + kCountHeader);
+  memory->partial = pieces.take<std::uint32_t>(shared, kFused ? 0 : most);
+  memory->counts = pieces.take<std::uint32_t>(shared, kFused ? kCountWarps * num_experts : 0);
+  memory->keys = pieces.take<Key>(shared, kFused ? static_cast<std::int64_t>(ids.num_tokens) * ids.num_topk : 0);
+  return pieces.used;
+}
+
+__device__ __forceinline__ std::uint32_t plus(std::uint32_t a, std::uint32_t b) { return a + b; }
+__device__ __forceinline__ uint4 plus(uint4 a, uint4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// The chunks are split into groups so that all threads load. Thread i works on column i % num_columns of group
+// i / num_columns; a column is one expert, or four where E is a multiple of four.
+template <typename Vec>
+struct ChunkGroups {
+  std::int32_t num_columns, num_groups, num_chunks, chunks_per_group;
+
+  __device__ ChunkGroups(const RouteExchangeKernel& k) {
+    num_columns = k.num_experts / static_cast<std::int32_t>(sizeof(Vec) / sizeof(std::uint32_t));
+    num_chunks = k.call.refusal != kRefusalNone ? 0 : num_chunks_of(k.ids, k.chunk_tokens);
+    num_groups = max(1, min(32, static_cast<std::int32_t>(kCountThreads) / num_columns));
+    chunks_per_group = (num_chunks + num_groups - 1) / num_groups;
+  }
+  __device__ std::int32_t begin(std::int32_t group) const { return min(num_chunks, group * chunks_per_group); }
+  __device__ std::int32_t end(std::int32_t group) const { return min(num_chunks, (group + 1) * chunks_per_group); }
+};
+
+// partial [groups, columns]: out.
+template <typename Vec>
+__device__ void sum_groups(const RouteExchangeKernel& k, const ChunkGroups<Vec>& groups, Vec* partial) {
+  for (std::int32_t i = threadIdx.x; i < groups.num_groups * groups.num_columns; i += kCountThreads) {
+    const std::int32_t group = i / groups.num_columns;
+    const Vec* counts = at<const Vec>(k.route_scratch) + i % groups.num_columns;
+    const std::int32_t end = groups.end(group);
+    Vec sum{};
+#pragma unroll 8
+    for (std::int64_t c = groups.begin(group); c < end; ++c) sum = plus(sum, counts[c * groups.num_columns]);
+    partial[i] = sum;
+  }
+}
+
+// In place: row c of route_scratch becomes the sum of the rows before it.
+template <typename Vec>
+__device__ void write_prefixes(const RouteExchangeKernel& k, const ChunkGroups<Vec>& groups, const Vec* partial) {
+  for (std::int32_t i = threadIdx.x; i < groups.num_groups * groups.num_columns; i += blockDim.x) {
+    const std::int32_t group = i / groups.num_columns;
+    const std::int32_t column = i % groups.num_columns;
+    Vec* counts = at<Vec>(k.route_scratch) + column;
+    const std::int32_t end = groups.end(group);
+    Vec before{};
+    for (std::int32_t g = 0; g < group; ++g) before = plus(before, partial[g * groups.num_columns + column]);
+    for (std::int64_t c = groups.begin(group); c < end; c += kBatch) {
+      Vec batch[kBatch];
+#pragma unroll
+      for (std::int32_t j = 0; j < kBatch; ++j) batch[j] = c + j < end ? counts[(c + j) * groups.num_columns] : Vec{};
+#pragma unroll
+      for (std::int32_t j = 0; j < kBatch; ++j) {
+        if (c + j < end) counts[(c + j) * groups.num_columns] = before;
+        before = plus(before, batch[j]);
+      }
+    }
+  }
+}
+
+// One count warp, few tokens: the keys of its slots, and how many there are of each expert.
+__device__ void count_slots(const RouteExchangeKernel& k, const ExchangeShared& memory, Notes* notes) {
+  std::uint32_t* counts = memory.counts + warp_index() * k.num_experts;
+  for (std::int32_t e = lane_index(); e < k.num_experts; e += kWarpSize) counts[e] = 0;
+  __syncwarp();
+  const std::int32_t first = warp_index() * slots_per_warp(k.ids);
+  const std::int32_t end = min(first + slots_per_warp(k.ids), num_live(k.ids) * k.ids.num_topk);
+  for (std::int32_t begin = first + lane_index(); begin < end; begin += kBatch * kWarpSize) {
+    std::int64_t ids[kBatch];
+#pragma unroll
+    for (std::int32_t j = 0; j < kBatch; ++j) {
+      const std::int32_t slot = begin + j * static_cast<std::int32_t>(kWarpSize);
+      ids[j] = slot < end ? load_id(k.ids, slot) : -1;
+    }
+#pragma unroll
+    for (std::int32_t j = 0; j < kBatch; ++j) {
+      const std::int32_t slot = begin + j * static_cast<std::int32_t>(kWarpSize);
+      const std::uint32_t key = key_of(ids[j], k.num_experts);
+      if (slot < end) memory.keys[slot] = static_cast<Key>(key);
+      if (key != kNoExpert) atomicAdd(&counts[key], 1u);
+      if (ids[j] >= k.num_experts) notes->own.note(slot);
+    }
+  }
+}
+
+// This rank's rows for every expert, few tokens; each warp's counts become the sums of the warps before it.
+__device__ void sum_warps(const RouteExchangeKernel& k, const ExchangeShared& memory) {
+  for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
+    std::uint32_t before = 0;
+#pragma unroll
+    for (std::uint32_t warp = 0; warp < kCountWarps; ++warp) {
+      std::uint32_t* count = &memory.counts[warp * k.num_experts + e];
+      const std::uint32_t own = *count;
+      *count = before;
+      before += own;
+    }
+    memory.columns[e] = before;
+  }
+}
+
+// This rank's rows for every expert, many tokens.
+__device__ void sum_partial(const RouteExchangeKernel& k, const ExchangeShared& memory, std::int32_t num_groups) {
+  for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
+    std::uint32_t count = 0;
+    for (std::int32_t i = 0; i < num_groups; ++i) count += memory.partial[i * k.num_experts + e];
+    memory.columns[e] = count;
+  }
+}
+
+// The speaker: numbers the call, tells every rank, waits until the workspace may be written again. False: poisoned, or
+// gave up because of *failure.
+template <bool kFused>
+__device__ bool open_round(const RouteExchangeKernel& k, Notes* notes, Failure* failure) {
+  const std::uint32_t last_use = k.ack_use == 0 ? 0 : *at<const std::uint32_t>(k.ack_use);
+  if constexpr (!kFused) {
+    if (lane_index() == 0 && k.call.refusal == kRefusalNone) notes->own = *at<const BadIds>(k.bad_ids);
+  }
+  if (warp_skips(k.call)) return false;
+  const bool publishes = k.steps & kRoutePublish;
+  const std::uint32_t number = publishes ? begin_call_as_warp(k.call) : current_call(k.call);
+  if (lane_index() == 0) notes->call = number;
+  if (!publishes || k.ack_use == 0) return true;
+  const Cell* cells = at<const Cell>(k.call.window, k.ack_cells);
+  return await_ranks(k.call, {kPhaseAck, last_use, cells, 1, number}, {lane_index(), kWarpSize}, failure);
+}
+
+// One thread: the header words of this rank, and bad_ids back to "none" for the next round.
+__device__ void write_header(const RouteExchangeKernel& k, const BadIds& bad, std::uint32_t* header) {
+  const bool refuses = k.call.refusal != kRefusalNone;
+  const bool has_bad = !refuses && bad.num != 0;
+  const auto first = has_bad ? static_cast<std::uint32_t>(bad.first) : 0;
+  const std::int64_t value = has_bad ? load_id(k.ids, first) : 0;
+  header[kHeaderRefusal] = k.call.refusal;
+  header[kHeaderNumBadIds] = has_bad ? static_cast<std::uint32_t>(bad.num) : 0;
+  header[kHeaderBadToken] = first / static_cast<std::uint32_t>(k.ids.num_topk);
+  header[kHeaderBadTopk] = first % static_cast<std::uint32_t>(k.ids.num_topk);
+  header[kHeaderBadValueLow] = static_cast<std::uint32_t>(value);
+  header[kHeaderBadValueHigh] = static_cast<std::uint32_t>(value >> 32);
+  header[kHeaderNumTokens] = refuses ? 0 : num_live(k.ids);
+  header[kHeaderReserved] = 0;
+  if (has_bad) *at<BadIds>(k.bad_ids) = kNoBadIds;
+}
+
+// What the block wrote to `columns`, to every rank.
+__device__ void publish_counts(const RouteExchangeKernel& k, std::uint32_t round, const std::uint32_t* columns) {
+  const std::int32_t width = k.num_experts + static_cast<std::int32_t>(kCountHeader);
+  const std::int64_t row = k.count_cells + static_cast<std::int64_t>(sizeof(Cell)) * k.call.rank * width;
+  __syncthreads();
+  fence_release_system();
+  for (std::int32_t first = 0; first < k.call.num_ranks; first += kBatch) {
+    std::uint64_t windows[kBatch];
+#pragma unroll
+    for (std::int32_t j = 0; j < kBatch; ++j) {
+      windows[j] = first + j < k.call.num_ranks ? window_of(k.call, first + j) : 0;
+    }
+    for (std::int32_t column = threadIdx.x; column < width; column += blockDim.x) {
+      const Cell cell{round, columns[column]};
+#pragma unroll
+      for (std::int32_t j = 0; j < kBatch; ++j) {
+        if (first + j < k.call.num_ranks) store_fenced_system(at<Cell>(windows[j], row) + column, cell);
+      }
+    }
+  }
+}
+
+// What one thread learns from one column of COUNT: its cell of every rank.
+struct Column {
+  std::uint32_t total = 0;
+  std::uint32_t before = 0;  // from the ranks below this one
+  std::int32_t first = -1;   // lowest rank with a value
+};
+
+// False: give up, because of *failure.
+__device__ bool await_column(const RouteExchangeKernel& k, const Awaited& awaited, std::int32_t column, Column* sums,
+                             Failure* failure) {
+  Patience patience;
+  for (std::int32_t rank = 0; rank < k.call.num_ranks; rank += kBatch) {
+    Cell batch[kBatch];
+    std::int32_t late;
+    do {
+      late = -1;
+#pragma unroll
+      for (std::int32_t j = 0; j < kBatch; ++j) {
+        if (rank + j < k.call.num_ranks) {
+          batch[j] = load_fenced_system(awaited.cells + (rank + j) * awaited.cells_per_rank + column);
+        }
+      }
+#pragma unroll
+      for (std::int32_t j = kBatch - 1; j >= 0; --j) {
+        if (rank + j < k.call.num_ranks && batch[j].epoch != awaited.epoch) late = rank + j;
+      }
+      if (late >= 0 && !patience.endure(k.call, awaited, late, failure)) return false;
+    } while (late >= 0);
+#pragma unroll
+    for (std::int32_t j = 0; j < kBatch; ++j) {
+      if (rank + j >= k.call.num_ranks) continue;
+      sums->total += batch[j].value;
+      if (rank + j < k.call.rank) sums->before += batch[j].value;
+      if (sums->first < 0 && batch[j].value != 0) sums->first = rank + j;
+    }
+  }
+  return true;
+}
+
+// The count threads: rows of every expert into `totals`, rows of lower ranks into `base`, and what the headers say.
+__device__ bool await_counts(const RouteExchangeKernel& k, const Awaited& awaited, const ExchangeShared& memory,
+                             Notes* notes, Failure* failure) {
+  bool arrived = true;
+  const std::int32_t width = k.num_experts + static_cast<std::int32_t>(kCountHeader);
+  for (std::int32_t column = threadIdx.x; column < width; column += kCountThreads) {
+    Column sums;
+    arrived = arrived && await_column(k, awaited, column, &sums, failure);
+    if (column < k.num_experts) {
+      memory.totals[column] = sums.total;
+      memory.base[column] = sums.before;
+    } else if (column == k.num_experts + static_cast<std::int32_t>(kHeaderRefusal)) {
+      notes->refusing_rank = sums.first;
+    } else if (column == k.num_experts + static_cast<std::int32_t>(kHeaderNumBadIds)) {
+      notes->bad_rank = sums.first;
+      notes->num_bad_ids = sums.total;
+    }
+  }
+  return arrived;
+}
+
+// The speaker: no peer runs another op, frame or workspace as the same call. The cells of COUNT are the same for all
+// workspaces, so the wait for them cannot tell.
+__device__ bool agrees(const RouteExchangeKernel& k, const Awaited& awaited, Failure* failure) {
+  if (k.call.check_progress == 0) return true;
+  const Cell* header = awaited.cells + k.num_experts;
+  Awaited first_word = awaited;
+  first_word.cells = header;
+  const Each lanes{lane_index(), kWarpSize};
+  if (!await_ranks(k.call, first_word, lanes, failure)) return false;
+  return all_agree(k.call, awaited, lanes, failure);
+}
+
+__device__ std::uint32_t header_of(const RouteExchangeKernel& k, std::int32_t rank, std::uint32_t word) {
+  const std::int64_t width = k.num_experts + kCountHeader;
+  return load_relaxed_system(at<const Cell>(k.call.window, k.count_cells) + rank * width + k.num_experts + word).value;
+}
+
+// One thread.
+__device__ void record_bad_ids(const RouteExchangeKernel& k, const Notes& notes) {
+  change_control(k.call, [&](Control& control) {
+    const std::uint64_t high = header_of(k, notes.bad_rank, kHeaderBadValueHigh);
+    control.num_bad_ids += notes.num_bad_ids;
+    control.bad_value = static_cast<std::int64_t>(high << 32 | header_of(k, notes.bad_rank, kHeaderBadValueLow));
+    control.bad_rank = notes.bad_rank;
+    control.bad_token = static_cast<std::int32_t>(header_of(k, notes.bad_rank, kHeaderBadToken));
+    control.bad_topk = header_of(k, notes.bad_rank, kHeaderBadTopk);
+  });
+}
+
+__device__ std::int64_t warp_inclusive_sum(std::int64_t value) {
+  const std::uint32_t lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (std::uint32_t step = 1; step < kWarpSize; step *= 2) {
+    const std::int64_t lower = __shfl_up_sync(0xFFFFFFFF, value, step);
+    if (lane >= step) value += lower;
+  }
+  return value;
+}
+
+// prefix[e] = padded rows of the experts before e, over all ranks; prefix[E] = all of them.
+__device__ void sum_zones(const RouteExchangeKernel& k, const std::uint32_t* totals, std::int64_t* prefix) {
+  constexpr std::int32_t kWarps = kThreads / kWarpSize;
+  __shared__ std::int64_t warp_sums[2][kWarps];  // in turns: a fast warp may be one turn ahead
+  const std::int64_t alignment = k.expert_alignment;
+  std::int64_t carry = 0;
+  for (std::int32_t begin = 0, turn = 0; begin < k.num_experts; begin += kThreads, turn ^= 1) {
+    const std::int32_t e = begin + static_cast<std::int32_t>(threadIdx.x);
+    const std::int64_t rows = e < k.num_experts ? (totals[e] + alignment - 1) & -alignment : 0;
+    const std::int64_t inclusive = warp_inclusive_sum(rows);
+    if (lane_index() == static_cast<std::int32_t>(kWarpSize) - 1) warp_sums[turn][warp_index()] = inclusive;
+    __syncthreads();
+    const std::int64_t upto = warp_inclusive_sum(lane_index() < kWarps ? warp_sums[turn][lane_index()] : 0);
+    const std::int64_t before = __shfl_sync(0xFFFFFFFF, upto, max(warp_index() - 1, 0));
+    if (e < k.num_experts) prefix[e + 1] = carry + (warp_index() == 0 ? 0 : before) + inclusive;
+    carry += __shfl_sync(0xFFFFFFFF, upto, kWarps - 1);
+  }
+  if (threadIdx.x == 0) prefix[0] = 0;
+  __syncthreads();
+}
+
+// Zone j of this rank is rows [start, end). Rows at or past the capacity are dropped by position.
+__device__ void write_zone(const RouteExchangeKernel& k, std::int32_t j, std::int64_t start, std::int64_t end,
+                           std::int64_t count) {
+  const std::int64_t capacity = k.capacity_rows;
+  auto* counts = at<std::int64_t>(k.counts);
+  at<std::int32_t>(k.offs)[j] = static_cast<std::int32_t>(min(end, capacity));
+  counts[j] = min(end, capacity) - min(start, capacity);
+  counts[k.num_local_experts + j] = min(count, max(capacity - start, std::int64_t{0}));
+  if (j == k.num_local_experts - 1) counts[2 * k.num_local_experts] = end;
+}
+
+// The count threads. `base`: in, rows of lower ranks; out, the row of this rank's first token.
+__device__ void write_zones(const RouteExchangeKernel& k, const ExchangeShared& memory) {
+  for (std::int32_t e = threadIdx.x; e < k.num_experts; e += kCountThreads) {
+    const std::int32_t owner = e / k.num_local_experts;
+    const std::int64_t first = memory.prefix[owner * k.num_local_experts];
+    const std::int64_t start = memory.prefix[e] - first;
+    memory.base[e] += start;
+    if (owner == k.call.rank) {
+      write_zone(k, e % k.num_local_experts, start, memory.prefix[e + 1] - first, memory.totals[e]);
+    }
+  }
+}
+
+// One warp: the largest demand of all ranks, the overflow flag, the peak.
+__device__ void write_demand(const RouteExchangeKernel& k, const std::int64_t* prefix) {
+  std::int64_t largest = -1;
+  std::int32_t largest_rank = 0;
+  for (std::int32_t rank = lane_index(); rank < k.call.num_ranks; rank += kWarpSize) {
+    const std::int64_t demand = prefix[(rank + 1) * k.num_local_experts] - prefix[rank * k.num_local_experts];
+    if (demand > largest) largest = demand, largest_rank = rank;
+  }
+#pragma unroll
+  for (std::uint32_t step = kWarpSize / 2; step > 0; step /= 2) {
+    const std::int64_t other = __shfl_xor_sync(0xFFFFFFFF, largest, step);
+    const std::int32_t other_rank = __shfl_xor_sync(0xFFFFFFFF, largest_rank, step);
+    if (other > largest || (other == largest && other_rank < largest_rank)) largest = other, largest_rank = other_rank;
+  }
+  if (lane_index() != 0) return;
+  auto* counters = at<FrameCounters>(k.frame_counters);
+  counters->demand_peak_rows = max(counters->demand_peak_rows, largest);
+  *at<float>(k.overflow) = largest > k.capacity_rows ? 1.0f : 0.0f;
+  if (largest > k.capacity_rows) record_overflow(k.call, largest, largest_rank);
+}
+
+// One count warp, few tokens: the slots of its part.
+__device__ void place_slots(const RouteExchangeKernel& k, const ExchangeShared& memory) {
+  auto* slots = at<std::int64_t>(k.slot_map);
+  const std::int32_t num_slots = k.ids.num_tokens * k.ids.num_topk;
+  const std::int32_t first = warp_index() * slots_per_warp(k.ids);
+  const std::int32_t end = min(first + slots_per_warp(k.ids), num_slots);
+  const std::int32_t num = max(0, min(end, num_live(k.ids) * k.ids.num_topk) - first);
+  take_slots(k, memory.keys + first, memory.base, memory.counts + warp_index() * k.num_experts, num, slots + first);
+  for (std::int32_t i = first + num + lane_index(); i < end; i += kWarpSize) slots[i] = kNoSlot;
+}
+
+// What follows from everybody's counts. A refusal of the lowest rank that has one completes the round with ARRIVED.
+// True: refused.
+template <bool kFused>
+__device__ bool conclude(const RouteExchangeKernel& k, const ExchangeShared& memory, const Notes& notes,
+                         std::uint32_t round) {
+  const bool refused = notes.refusing_rank >= 0;
+  if (threadIdx.x == 0) store_relaxed_device(at<std::uint32_t>(k.call.refused), refused ? kOpRoute : kOpNone);
+  if (refused) {
+    const std::uint32_t refusal = header_of(k, notes.refusing_rank, kHeaderRefusal);
+    if (threadIdx.x == 0) record_refusal(k.call, notes.refusing_rank, refusal);
+    publish(k.call, k.arrived_cells, {round, kRefusalNone});
+    return true;
+  }
+  release_next();
+  if (threadIdx.x == 0 && notes.num_bad_ids != 0) record_bad_ids(k, notes);
+  sum_zones(k, memory.totals, memory.prefix);
+  if (is_speaker()) {
+    write_demand(k, memory.prefix);
+  } else {
+    write_zones(k, memory);
+  }
+  __syncthreads();
+  if constexpr (kFused) {
+    if (!is_speaker()) place_slots(k, memory);
+  } else {
+    for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
+      at<std::int64_t>(k.route_base)[e] = memory.base[e];
+    }
+  }
+  return false;
+}
+
+// Everything before the wait for COUNT. Few tokens: the ids are read here. Many: their counts lie in route_scratch and
+// become prefixes over the chunks. False: poisoned, or gave up because of *failure.
+template <bool kFused>
+__device__ bool open_and_publish(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t round,
+                                 Notes* notes, Failure* failure) {
+  const bool is_wide = k.num_experts % 4 == 0;
+  const ChunkGroups<uint4> fours(k);
+  const ChunkGroups<std::uint32_t> ones(k);
+  auto* partial = reinterpret_cast<uint4*>(memory.partial);
+  bool opened = true;
+  if (is_speaker()) {
+    opened = open_round<kFused>(k, notes, failure);
+  } else if (kFused) {
+    count_slots(k, memory, notes);
+  } else if (k.steps & kRoutePublish) {
+    if (is_wide) sum_groups(k, fours, partial);
+    if (!is_wide) sum_groups(k, ones, memory.partial);
+  }
+  if (!__syncthreads_and(opened)) return false;
+  if (!(k.steps & kRoutePublish)) return true;
+
+  if (threadIdx.x == kCountThreads) {
+    at<FrameCounters>(k.frame_counters)->round = round;
+    write_header(k, notes->own, memory.columns + k.num_experts);
+  }
+  if (kFused) sum_warps(k, memory);
+  if (!kFused) sum_partial(k, memory, is_wide ? fours.num_groups : ones.num_groups);
+  publish_counts(k, round, memory.columns);
+  if (!kFused && is_wide) write_prefixes(k, fours, partial);
+  if (!kFused && !is_wide) write_prefixes(k, ones, memory.partial);
+  return true;
+}
+
+// False: poisoned, or gave up because of *failure.
+template <bool kFused>
+__device__ bool exchange(const RouteExchangeKernel& k, void* shared, Failure* failure) {
+  __shared__ Notes notes;
+  ExchangeShared memory;
+  carve<kFused>(shared, k.ids, k.num_experts, &memory);
+  const std::uint32_t round = at<const FrameCounters>(k.frame_counters)->round + ((k.steps & kRoutePublish) ? 1 : 0);
+  if (threadIdx.x == 0) notes.own = kNoBadIds;
+  __syncthreads();
+
+  if (!open_and_publish<kFused>(k, memory, round, &notes, failure)) return false;
+  bool refused = false;
+  if (k.steps & kRouteAwait) {
+    const Cell* cells = at<const Cell>(k.call.window, k.count_cells);
+    const Awaited awaited{kPhaseCount, round, cells, k.num_experts + kCountHeader, notes.call};
+    const bool arrived = is_speaker() ? agrees(k, awaited, failure) : await_counts(k, awaited, memory, &notes, failure);
+    fence_acquire_system();
+    if (!__syncthreads_and(arrived)) return false;
+    refused = conclude<kFused>(k, memory, notes, round);
+  } else if (k.steps & kRouteAwaitRefused) {
+    refused = refused_op(k.call) == kOpRoute;
+  }
+  if (!refused || !(k.steps & kRouteAwaitRefused)) return true;
+  const Cell* cells = at<const Cell>(k.call.window, k.arrived_cells);
+  return await_all(k.call, {kPhaseArrived, round, cells, 1, notes.call}, failure);
+}
+
+// Shapes: one block. route_scratch [chunks, E] int32: counts in, prefixes over the chunks out; count_cells [R, E + 8]
+// of every rank; route_base [E] int64, offs [L] int32, counts [2 L + 1] int64, overflow [1] float32: out.
+//
+// Example, R = 2, E = 4 (L = 2), A = 4, C = 12; rank 0 counts {3, 1, 0, 5}, rank 1 {2, 0, 0, 2}. Rows of the experts:
+// {5, 1, 0, 7}, padded {8, 4, 0, 8}. On rank 1: route_base = {3, 9, 0, 5} (rank 0's rows come first in each zone),
+// zones 2 and 3 are rows [0, 0) and [0, 8): offs = {0, 8}, counts = {0, 8, 0, 7, 8}. Demands are 12 and 8: overflow 0.
+//
+// Fused, it counts the ids before and takes the slots after: one launch instead of three, for as many tokens as its
+// shared memory holds ids. Each count warp has a contiguous part of the slots.
+template <bool kFused>
+__global__ void __launch_bounds__(kThreads, 2) route_exchange_kernel(const __grid_constant__ RouteExchangeKernel k) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  await_previous();
+  Failure failure;
+  if (!exchange<kFused>(k, shared, &failure)) report(k.call, failure);
+}
+
+template <bool kFused>
+std::size_t shared_bytes(const KernelIds& ids, std::int64_t num_experts) {
+  ExchangeShared memory;
+  return carve<kFused>(nullptr, ids, num_experts, &memory);
+}
+
+}  // namespace
+
+bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts) {
+  return num_experts <= kMaxFusedExperts && shared_bytes<true>(ids, num_experts) <= kMaxFusedBytes;
+}
+
+std::size_t exchange_shared_bytes(std::int64_t num_experts) {
+  return kStaticSharedBytes + shared_bytes<false>({}, num_experts);
+}
+
+void launch_route_fused(const RouteExchangeKernel& kernel, const Target& target) {
+  launch("route_exchange_kernel<fused>", route_exchange_kernel<true>,
+         {1, kThreads, shared_bytes<true>(kernel.ids, kernel.num_experts)}, kernel, target.stream);
+}
+
+void launch_route_exchange(const RouteExchangeKernel& kernel, const Target& target) {
+  launch("route_exchange_kernel", route_exchange_kernel<false>,
+         {1, kThreads, shared_bytes<false>(kernel.ids, kernel.num_experts)}, kernel, target.stream);
+}
+
+void load_route_exchange() {
+  load("route_exchange_kernel", route_exchange_kernel<false>);
+  load("route_exchange_kernel<fused>", route_exchange_kernel<true>);
+  allow_all_shared("route_exchange_kernel", route_exchange_kernel<false>);
+  allow_all_shared("route_exchange_kernel<fused>", route_exchange_kernel<true>);
+}
+
+}  // namespace epbuf::cuda
