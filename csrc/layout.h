@@ -112,14 +112,14 @@ struct Control {
   std::uint32_t call;      // ops issued on this rank
   ErrorRecord error;
   std::uint64_t num_refusals;
-  std::int32_t refusing_rank;  // of the first refusal
+  std::int32_t refusing_rank;  // of the latest refusal
   std::uint32_t refusal;       // Refusal
   std::uint32_t refused_op;    // Op
   std::uint32_t bad_topk;
   std::uint64_t num_overflows;  // dispatches in which some rank overflowed
   std::uint64_t num_early_reuses;
   std::uint64_t num_bad_ids;  // summed over ranks and rounds
-  std::int64_t bad_value;     // the first bad id: rank, token, k (bad_topk), value
+  std::int64_t bad_value;     // the first bad id of the latest round with any: rank, token, k (bad_topk), value
   std::int32_t bad_rank;
   std::int32_t bad_token;
   std::uint64_t staged_bytes;

@@ -105,6 +105,7 @@ class Ticket:
     bad_id: tuple[int, int, int] | None = None  # (rank, token, value) of the first id >= E
     combined: bool = False
     returned: bool = False  # its first dispatch backward has run
+    control: torch.Tensor | None = None  # region control before the round, where the host reads what the round adds
 
 
 @dataclass(slots=True)
