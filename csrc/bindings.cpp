@@ -3,6 +3,7 @@
 
 #include <pybind11/native_enum.h>
 
+#include <cstring>
 #include <map>
 #include <memory>
 #include <string>
@@ -74,12 +75,17 @@ void bind_control(py::module_& m) {
                  &E::call, "frame", &E::frame, "workspace", &E::workspace, "expected_epoch", &E::expected_epoch,
                  "seen_epoch", &E::seen_epoch, "peer_call", &E::peer_call, "peer_progress", &E::peer_progress);
   using C = Control;
-  bind_struct<C>(m, "Control", "poisoned", &C::poisoned, "call", &C::call, "error", &C::error, "num_refusals",
-                 &C::num_refusals, "refusing_rank", &C::refusing_rank, "refusal", &C::refusal, "refused_op",
-                 &C::refused_op, "num_overflows", &C::num_overflows, "num_early_reuses", &C::num_early_reuses,
-                 "num_bad_ids", &C::num_bad_ids, "bad_value", &C::bad_value, "bad_rank", &C::bad_rank, "bad_token",
-                 &C::bad_token, "bad_topk", &C::bad_topk, "staged_bytes", &C::staged_bytes, "max_demand_rows",
-                 &C::max_demand_rows, "max_demand_rank", &C::max_demand_rank);
+  auto control = bind_struct<C>(
+      m, "Control", "poisoned", &C::poisoned, "call", &C::call, "error", &C::error, "num_refusals", &C::num_refusals,
+      "refusing_rank", &C::refusing_rank, "refusal", &C::refusal, "refused_op", &C::refused_op, "num_overflows",
+      &C::num_overflows, "num_early_reuses", &C::num_early_reuses, "num_bad_ids", &C::num_bad_ids, "bad_value",
+      &C::bad_value, "bad_rank", &C::bad_rank, "bad_token", &C::bad_token, "bad_topk", &C::bad_topk, "staged_bytes",
+      &C::staged_bytes, "max_demand_rows", &C::max_demand_rows, "max_demand_rank", &C::max_demand_rank);
+  control.def_static("at", [](std::uint64_t address) {
+    C copy;
+    std::memcpy(&copy, reinterpret_cast<const void*>(address), sizeof copy);
+    return copy;
+  });
 }
 
 void bind_counters(py::module_& m) {

@@ -76,7 +76,7 @@ enum Refusal : std::uint32_t {
 // PROGRESS packs what a rank is doing into a cell: epoch = call number, value = op | frame | workspace.
 constexpr std::uint32_t kProgressOpShift = 28;
 constexpr std::uint32_t kProgressOpMask = 7;
-constexpr std::uint32_t kProgressUnchecked = 1u << 31;  // the op came on one of several streams: equal to any other
+constexpr std::uint32_t kProgressUnchecked = 1u << 31;  // the op may overlap others of its rank: equal to any other
 constexpr std::uint32_t kProgressFrameShift = 14;
 constexpr std::uint32_t kProgressIndexMask = 0x3FFF;
 constexpr std::uint32_t kAnyWorkspace = 0x3FFF;  // a refusing rank that holds no workspace; compares equal to all
@@ -112,14 +112,14 @@ struct Control {
   std::uint32_t call;      // ops issued on this rank
   ErrorRecord error;
   std::uint64_t num_refusals;
-  std::int32_t refusing_rank;  // of the first refusal
+  std::int32_t refusing_rank;  // of the latest refusal
   std::uint32_t refusal;       // Refusal
   std::uint32_t refused_op;    // Op
   std::uint32_t bad_topk;
   std::uint64_t num_overflows;  // dispatches in which some rank overflowed
   std::uint64_t num_early_reuses;
   std::uint64_t num_bad_ids;  // summed over ranks and rounds
-  std::int64_t bad_value;     // the first bad id: rank, token, k (bad_topk), value
+  std::int64_t bad_value;     // the first bad id of the latest round with any: rank, token, k (bad_topk), value
   std::int32_t bad_rank;
   std::int32_t bad_token;
   std::uint64_t staged_bytes;
@@ -194,7 +194,7 @@ enum Source : std::uint32_t {
 struct RouteCall {
   std::int32_t frame, workspace;  // workspace -1: a refusing rank that holds none
   std::uint32_t refusal;          // Refusal of this rank
-  std::uint32_t check_progress;   // 0 once ops of the arena run on several streams
+  std::uint32_t check_progress;   // 0: the plan has several workspaces, so that ops of the arena may overlap
   std::uint64_t stream;
   std::uint64_t topk_idx;            // [T, K] int32 or int64
   std::int64_t topk_idx_row_stride;  // elements

@@ -98,6 +98,9 @@ class Control:
     max_demand_rows: int
     max_demand_rank: int
     def __init__(self) -> None: ...
+    @staticmethod
+    def at(address: int) -> Control:
+        """Copy the struct that lies at an address of this process's own memory."""
 
 class FrameCounters:
     round: int

@@ -66,7 +66,7 @@ class Arena:
         self.book = LeaseBook(
             self.handle, plan.schedule.num_frames, plan.schedule.num_workspaces, None if engine.synchronous else engine
         )
-        self._num_own_refusals = 0
+        self._num_raised_refusals = 0
         self._group = group
         self._regions = _make_regions(plan, window)
         self._routed = tuple(
@@ -237,7 +237,7 @@ class Arena:
         if self.engine.synchronous:
             return
         control = self.engine.status()
-        if (control.poisoned or control.num_refusals > self._num_own_refusals) and not self.engine.capture_key():
+        if (control.poisoned or control.num_refusals > self._num_raised_refusals) and not self.engine.capture_key():
             self._judge(control)
 
     def count_own_refusal(self) -> None:
@@ -246,7 +246,7 @@ class Arena:
         A refusal that is being captured has not happened: its kernels count when a replay runs them.
         """
         if not self.engine.capture_key():
-            self._num_own_refusals += 1
+            self._num_raised_refusals += 1
 
     def failure(self) -> EpbufError:
         """Describe what poisoned this arena."""
@@ -355,13 +355,24 @@ class Arena:
         self._closed = True
         _C.handle_drop(self.handle)
 
-    def _judge(self, control: _C.Control) -> None:
+    def trouble(self, control: _C.Control) -> EpbufError | None:
+        """Return what a rank's words say that was not raised yet; the caller raises it."""
         if control.poisoned:
-            raise self.failure()
-        if not self.engine.synchronous and control.num_refusals > self._num_own_refusals:
-            self._num_own_refusals = int(control.num_refusals)
-            op = _C.Op(control.refused_op).name.lower().replace("_", " ")
-            raise peer_error(op, control.refusing_rank, control.refusal)
+            return self.failure()
+        if self.engine.synchronous or control.num_refusals <= self._num_raised_refusals:
+            return None
+        self._num_raised_refusals = int(control.num_refusals)
+        op = _C.Op(control.refused_op)
+        name = "dispatch" if op == _C.Op.ROUTE else op.name.lower().replace("_", " ")
+        return peer_error(name, control.refusing_rank, control.refusal)
+
+    def _judge(self, control: _C.Control) -> None:
+        error = self.trouble(control)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
 
     def _ranks_that_gave_up(self) -> list[int]:
         """Return the ranks whose ABORT cell here is set. Reads the device."""

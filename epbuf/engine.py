@@ -111,7 +111,7 @@ class NativeEngine:
 
     def __init__(self, plan: Plan, rank: int, window: Window, device: torch.device) -> None:
         self.synchronous = device.type == "cpu"
-        self._streams = None if self.synchronous else StreamOrder(device)
+        self._streams = None if self.synchronous else StreamOrder(device, plan.schedule.num_workspaces == 1)
         arguments = (_geometry(plan, rank), _offsets(plan, _C.ArenaOffsets, 0), *_sets(plan), window.peers)
         self.native = _C.HostEngine(*arguments) if self.synchronous else _C.CudaEngine(*arguments, device.index or 0)
 
@@ -172,7 +172,7 @@ class NativeEngine:
         return list(self.native.progress())
 
     def capture_key(self) -> int:
-        return 0 if self._streams is None else _C.capture_id(self._streams.current())
+        return 0 if self._streams is None else self._streams.capture_of(self._streams.current())
 
     def hold(self) -> Callable[[], bool]:
         assert self._streams is not None, "only CUDA graphs are held"
@@ -192,50 +192,55 @@ class NativeEngine:
         if self._streams is None:
             return place.frame, place.workspace, place.refusal, 1, 0
         stream = self._streams.enter(place, direction)
-        return place.frame, place.workspace, place.refusal, self._streams.is_single, stream
+        return place.frame, place.workspace, place.refusal, self._streams.is_one_order, stream
 
 
 class StreamOrder:
-    """Orders ops of one frame or workspace that come on different streams, within one capture or outside any.
+    """Orders ops that come on different streams, within one capture or outside any.
 
-    Across the boundary of a capture the caller orders the streams.
+    In one order (a plan with one workspace) each op waits for the last one, whatever it used, so that equal call
+    numbers mean equal ops on all ranks. Otherwise ops wait that share a frame or a workspace. Across the boundary of a
+    capture the caller orders the streams.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_one_order: bool) -> None:
+        self.is_one_order = is_one_order
         self._device = device
         self._index = device.index or 0
-        self._last: dict[tuple[str, int], tuple[int, int]] = {}  # (stream, capture) of the last op
+        self._last: dict[tuple[str, int, bool], tuple[int, int]] = {}  # (stream, capture) of the last op, in captures
         self._latest: tuple[object, ...] = ()
-        self._seen: set[int] = set()
 
-    @property
-    def is_single(self) -> bool:
-        """Tell whether all ops so far came on one stream: only then do equal call numbers mean equal ops."""
-        return len(self._seen) <= 1
+    def enter(self, place: Place, direction: str) -> int:
+        """Let the current stream wait for the ops that this one must follow; return its handle."""
+        stream = self.current()
+        now = stream, self.capture_of(stream)
+        latest = now, place.frame, direction, place.workspace
+        if latest == self._latest:  # the op before waited for all that this one would wait for
+            return stream
+        self._latest = latest
+        shared = ("frame", place.frame), (direction, place.workspace)
+        behind = set()
+        for name, index in (("arena", 0),) if self.is_one_order else shared:
+            used = name, index, now[1] != 0  # ops outside captures follow each other, whatever was captured between
+            last = self._last.get(used, now)
+            if last[0] != stream and last[1] == now[1] == self.capture_of(last[0]):
+                behind.add(last[0])
+            self._last[used] = now
+        for other in behind:
+            self.wait_for(other)
+        return stream
 
     def current(self) -> int:
         """Return the handle of torch's current stream, without making a Stream object of it."""
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
-    def enter(self, place: Place, direction: str) -> int:
-        """Let the current stream wait for the last ops of the frame and the workspace; return its handle."""
-        stream = self.current()
-        now = stream, _C.capture_id(stream)
-        latest = now, place.frame, direction, place.workspace
-        if latest == self._latest:  # the op before waited for all that this one would wait for
-            return stream
-        self._latest = latest
-        self._seen.add(stream)
-        for used in (("frame", place.frame), (direction, place.workspace)):
-            last = self._last.get(used, now)
-            if last != now:
-                self._wait_for(last, now)
-            self._last[used] = now
-        return stream
+    def capture_of(self, stream: int) -> int:
+        """Return the id of the capture that a stream takes part in, 0 outside."""
+        return int(_C.capture_id(stream))
 
-    def _wait_for(self, last: tuple[int, int], now: tuple[int, int]) -> None:
-        if last[0] != now[0] and last[1] == now[1]:
-            torch.cuda.current_stream(self._device).wait_event(self._stream(last[0]).record_event())
+    def wait_for(self, stream: int) -> None:
+        """Let the current stream wait for what another one was given so far."""
+        torch.cuda.current_stream(self._device).wait_event(self._stream(stream).record_event())
 
     def _stream(self, handle: int) -> torch.cuda.Stream:
         if handle == 0:  # ExternalStream(0) would be a new stream of the pool

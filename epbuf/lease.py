@@ -105,6 +105,7 @@ class Ticket:
     bad_id: tuple[int, int, int] | None = None  # (rank, token, value) of the first id >= E
     combined: bool = False
     returned: bool = False  # its first dispatch backward has run
+    control: torch.Tensor | None = None  # region control before the round, where the host reads what the round adds
 
 
 @dataclass(slots=True)
@@ -265,20 +266,14 @@ class LeaseBook:
     @property
     def recording(self) -> Graph | None:
         """The graph that ops issued now belong to: whatever the stream captures, else what `recording_into` named."""
-        key = self._captures.capture_key() if self._captures is not None else 0
-        if not key:
-            return self._guard
-        with self._lock:
-            if key not in self.graphs and self._captures is not None:
-                self.graphs[key] = Graph(key, caller(), self._captures.hold())
-            return self.graphs[key]
+        return self._recording(None)
 
     def touch(self, frame: int, recorded_in: Hashable | None = None) -> Graph | None:
         """Note that an op of `frame` is issued: while a graph records, the graph then holds the memory. Return it.
 
         An op whose lease was recorded in another graph reserves the frame for both graphs until they die.
         """
-        graph = self.recording
+        graph = self._recording(frame)
         if graph is None or graph.phase == "warm up":
             return graph
         with self._lock:
@@ -326,6 +321,20 @@ class LeaseBook:
             self._apply_ended()
             young = [(f.index, c) for f in self._frames for c in f.claims.values() if min(c.serial, f.lease) > serial]
         return [f"{claim.kind} on frame {frame} from {claim.where}" for frame, claim in young]
+
+    def _recording(self, frame: int | None) -> Graph | None:
+        key = self._captures.capture_key() if self._captures is not None else 0
+        if not key:
+            return self._guard
+        with self._lock:
+            if key not in self.graphs and self._captures is not None:
+                self.graphs[key] = Graph(key, caller() or self._backward_of(frame), self._captures.hold())
+            return self.graphs[key]
+
+    def _backward_of(self, frame: int | None) -> str:
+        """Name a capture that begins where no line of the user's calls: in autograd's thread."""
+        claims = [] if frame is None else list(self._frames[frame].claims.values())
+        return f"{claims[0].where} (a backward of the lease acquired there)" if claims else "a backward pass"
 
     def _claim(self, frame: _Frame, kind: Literal["lease", "ticket"], where: str) -> int:
         self._serial += 1
@@ -462,7 +471,7 @@ class Lease:
     released = True  # until acquire() succeeds; also for an instance that was never initialised
 
     def __init__(self, arena: Regions, book: LeaseBook, frame: int | None) -> None:
-        self.where = caller()
+        self.where = caller() or "unknown"
         self.frame, self.serial = book.acquire(frame, self.where)
         self.arena = arena
         self.book = book
@@ -567,11 +576,11 @@ class Lease:
 
 
 def caller() -> str:
-    """Name the line of user code that called epbuf: the nearest frame outside epbuf and torch."""
+    """Name the line of user code that called epbuf: the nearest frame outside epbuf and torch; empty if none did."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_ours(frame):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -54,10 +54,6 @@ _SCHEMAS = (
 
 _OK, _REFUSED = int(_C.Status.OK), int(_C.Status.REFUSED)
 
-# Columns of a COUNT row's header, as enum CountHeader of csrc/layout.h has them.
-_HEADER_REFUSAL, _HEADER_NUM_BAD_IDS, _HEADER_BAD_TOKEN = 0, 1, 2
-_HEADER_BAD_VALUE_LOW, _HEADER_BAD_VALUE_HIGH = 4, 5
-
 
 @dataclass(slots=True)
 class Attempt:
@@ -195,6 +191,7 @@ def _route(
 
     place.refusal = attempt.run(check)
     graph = book.touch(frame)
+    control = _control_before(arena) if graph is None else None
     outcome = arena.engine.route(place, tokens.topk_idx, tokens.num_tokens)
     if outcome.status != _OK or attempt.error is not None:
         if place.workspace >= 0:
@@ -202,7 +199,8 @@ def _route(
         _settle(arena, outcome, attempt, "dispatch")
     increment_version(regions)
     ticket = book.open_ticket(frame, lease, x.shape[0], arena.capacity_rows, graph)
-    _remember(arena, ticket, outcome)
+    ticket.control = control
+    _remember(ticket, outcome)
     return ticket, place
 
 
@@ -216,11 +214,15 @@ def _push(
 ) -> None:  # fmt: skip
     graph = arena.book.touch(state.frame, state.recorded_in)
     outcome = arena.engine.dispatch(place, *sent)
-    if arena.may_refuse_result and attempt.error is None and graph is None:
-        attempt.error = _read_refusal(arena, state) or _policy_error(arena, state)
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
     _settle(arena, outcome, attempt, "dispatch")
+    if not arena.may_refuse_result or graph is not None:
+        return
+    attempt.error = _read_round(arena, state) or _policy_error(arena, state)
+    if attempt.error is not None:
+        arena.book.cancel_ticket(state)
+        raise attempt.take() or AssertionError("checked above")
 
 
 def _pull(
@@ -376,35 +378,40 @@ def _fill(arena: Arena, rows: Rows, name: str, tensor: torch.Tensor | None, work
     rows.tensor = None if rows.in_window else tensor
 
 
-def _remember(arena: Arena, ticket: Ticket, outcome: _C.Outcome) -> None:
+def _remember(ticket: Ticket, outcome: _C.Outcome) -> None:
     if outcome.overflow:
         ticket.overflowed = (outcome.max_demand_rank, outcome.max_demand_rows)
     if outcome.num_bad_ids:
         ticket.bad_id = (outcome.bad_rank, outcome.bad_token, outcome.bad_value)
 
 
-def _read_refusal(arena: Arena, ticket: Ticket) -> EpbufError | None:
-    """Read the COUNT cells of an eager dispatch on CUDA: the one host read, made only where a policy asks for it.
+def _control_before(arena: Arena) -> torch.Tensor | None:
+    """Copy this rank's own words in stream order, where an eager dispatch must tell what its round adds to them.
 
-    Notes overflow and bad ids in the ticket; returns what a rank that refused the round has to say.
+    The COUNT cells say it too, but a faster peer may overwrite them as soon as this rank has dispatched.
     """
-    if arena.engine.synchronous:
+    needed = arena.may_refuse_result and not arena.engine.synchronous
+    return arena.region("control").clone() if needed else None
+
+
+def _read_round(arena: Arena, ticket: Ticket) -> EpbufError | None:
+    """Read what an eager dispatch on CUDA recorded: the one host read, made only where a policy asks for it.
+
+    Notes overflow and bad ids in the ticket; returns what poisoned the arena, or a rank that refused has to say.
+    """
+    if ticket.control is None:
         return None
-    config = arena.plan.config
-    counts = arena.region("count_cells", ticket.frame).cpu() >> 32  # values; epochs are the lower halves
-    headers = counts[:, config.num_experts :].tolist()
-    for rank, header in enumerate(headers):
-        if header[_HEADER_REFUSAL]:
-            return peer_error("dispatch", rank, header[_HEADER_REFUSAL])
-    rows = counts[:, : config.num_experts].sum(0)
-    padded = (rows + config.expert_alignment - 1) // config.expert_alignment * config.expert_alignment
-    demand = padded.view(config.num_ranks, -1).sum(1)
-    if int(demand.max()) > arena.plan.capacity_rows:
-        ticket.overflowed = (int(demand.argmax()), int(demand.max()))
-    for rank, header in enumerate(headers):
-        if header[_HEADER_NUM_BAD_IDS] and ticket.bad_id is None:
-            value = header[_HEADER_BAD_VALUE_LOW] & 0xFFFFFFFF | header[_HEADER_BAD_VALUE_HIGH] << 32
-            ticket.bad_id = (rank, header[_HEADER_BAD_TOKEN], value)
+    both = torch.stack((ticket.control, arena.region("control"))).cpu()
+    ticket.control = None
+    before, now = _C.Control.at(both[0].data_ptr()), _C.Control.at(both[1].data_ptr())
+    error = arena.trouble(now)
+    if error is not None:
+        return error
+    # Another stream's dispatch may have overflowed meanwhile, so this frame's own flag decides.
+    if now.num_overflows > before.num_overflows and bool(arena.region("overflow", ticket.frame)):
+        ticket.overflowed = (now.max_demand_rank, now.max_demand_rows)
+    if now.num_bad_ids > before.num_bad_ids:
+        ticket.bad_id = (now.bad_rank, now.bad_token, now.bad_value)
     return None
 
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from graphs import capture_step, train_loop  # noqa: E402
+import epbuf  # noqa: E402
+from graphs import capture_step, microbatches, train_loop  # noqa: E402
 from graphs.bench import cpu  # noqa: E402
 
 SIZES = train_loop.Sizes()
@@ -130,6 +131,52 @@ def test_train_loop_plain_exchange_equals_every_expert_on_every_token() -> None:
     by_expert = torch.stack([F.silu(x @ up) @ down for up, down in zip(moe.up, moe.down, strict=True)], dim=1)
     weights = torch.zeros(50, SIZES.num_experts).scatter(1, topk_idx, topk_weights)
     torch.testing.assert_close(y, (by_expert * weights.unsqueeze(-1)).sum(1), rtol=1e-5, atol=1e-6)
+
+
+def test_microbatches_overlapped_equal_sequential_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert microbatches.main(["--ranks", "2", "--steps", "6", "--device", "cpu"]) == 0
+    found = re.findall(r"rank (\d): loss ([\d.]+) -> ([\d.]+); .* differ by (\S+)", capsys.readouterr().out)
+    assert [(rank, difference) for rank, _, _, difference in found] == [("0", "0"), ("1", "0")]
+    assert all(float(last) < float(first) for _, first, last, _ in found)
+
+
+@pytest.mark.parametrize("difference", [1e-9, float("nan")])
+def test_microbatches_fails_when_a_rank_differs(
+    difference: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(microbatches, "run_ranks", lambda *_: [(2.0, 1.0, 0.0), (2.0, 1.0, difference)])
+    assert microbatches.main(["--device", "cpu"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_microbatches_sees_a_difference_in_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = microbatches.Trainer.sequential_step
+
+    def sequential_step(trainer: microbatches.Trainer, *batch: torch.Tensor) -> torch.Tensor:
+        loss = update(trainer, *batch)
+        trainer.weights[2][0, 0, 0] += 1e-6
+        return loss
+
+    monkeypatch.setattr(microbatches.Trainer, "sequential_step", sequential_step)
+    with epbuf.Arena.open(microbatches.make_plan(1, torch.device("cpu"))) as arena:
+        assert microbatches.compare(arena, 1)[2] > 0
+
+
+def test_microbatches_are_open_together_in_workspaces_of_their_own() -> None:
+    order = []
+    with epbuf.Arena.open(microbatches.make_plan(1, torch.device("cpu"))) as arena:
+        for op in ("dispatch", "combine", "combine_backward", "dispatch_backward"):
+            call = getattr(arena.engine, op)
+
+            def spy(place: Any, *rest: Any, op: str = op, call: Any = call, **options: Any) -> Any:
+                order.append((op, place.frame, place.workspace))
+                return call(place, *rest, **options)
+
+            setattr(arena.engine, op, spy)
+        microbatches.Trainer(arena).overlapped_step(*microbatches.draw_batches(arena, 1)[0])
+    forward = [("dispatch", 0, 0), ("dispatch", 1, 1), ("combine", 0, 0), ("combine", 1, 1)]
+    backward = [("combine_backward", 1, 0), ("combine_backward", 0, 1)]
+    assert order == [*forward, *backward, ("dispatch_backward", 1, 0), ("dispatch_backward", 0, 1)]
 
 
 def test_bench_cpu_runs_and_writes_a_dated_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

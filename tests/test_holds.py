@@ -5,6 +5,8 @@ Graphs are opaque here: a `Graph` of our own stands for what a stream captures, 
 
 from __future__ import annotations
 
+import _thread
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 
 import epbuf
 from epbuf.errors import LeaseError
-from epbuf.lease import Graph
+from epbuf.lease import Graph, LeaseBook
 
 CASE = named_case("balanced", 1, 1, "fp32")
 
@@ -65,6 +67,34 @@ def test_recorded_ops_hold_their_memory(arena: epbuf.Arena) -> None:
     assert arena.report()["graphs"] == [{"where": "step.py:1", "frames": [0]}]
     life.alive = False
     assert arena.report()["graphs"] == []
+
+
+class Capturing:
+    """A stream that captures."""
+
+    def capture_key(self) -> int:
+        return 7
+
+    def hold(self) -> Any:
+        return lambda: True
+
+
+@pytest.mark.parametrize(
+    ("acquired_at", "where"),
+    [("model.py:12", "model.py:12 (a backward of the lease acquired there)"), (None, "a backward pass")],
+    ids=["leased", "free"],
+)
+def test_capture_of_a_backward_alone_is_named(acquired_at: str | None, where: str) -> None:
+    """Rule 16: on CUDA backward runs in a thread of autograd's, above which there is no line of the user's."""
+    book, done = LeaseBook(1, 1, 1, Capturing()), threading.Event()
+    if acquired_at is not None:
+        book.acquire(0, acquired_at)
+    _thread.start_new_thread(book.touch, (0,))
+    _thread.start_new_thread(done.set, ())
+    assert done.wait(10)
+    while not book.graphs:
+        done.wait(0.001)
+    assert [graph.where for graph in book.graphs.values()] == [where]
 
 
 def test_hold_does_not_reserve(arena: epbuf.Arena) -> None:

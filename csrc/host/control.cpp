@@ -22,7 +22,7 @@ bool ControlBlock::record_failure(const ErrorRecord& error) {
 
 void ControlBlock::record_refusal(Op op, std::int32_t rank, std::uint32_t refusal) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  if (control_->num_refusals++ != 0) return;
+  ++control_->num_refusals;
   control_->refusing_rank = rank;
   control_->refusal = refusal;
   control_->refused_op = op;
@@ -30,13 +30,11 @@ void ControlBlock::record_refusal(Op op, std::int32_t rank, std::uint32_t refusa
 
 void ControlBlock::record_bad_ids(const BadIds& bad) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  if (control_->num_bad_ids == 0 && bad.num != 0) {
-    control_->bad_rank = bad.rank;
-    control_->bad_token = bad.token;
-    control_->bad_topk = static_cast<std::uint32_t>(bad.topk);
-    control_->bad_value = bad.value;
-  }
   control_->num_bad_ids += bad.num;
+  control_->bad_rank = bad.rank;
+  control_->bad_token = bad.token;
+  control_->bad_topk = static_cast<std::uint32_t>(bad.topk);
+  control_->bad_value = bad.value;
 }
 
 void ControlBlock::record_overflow(std::int64_t max_demand_rows, std::int32_t max_demand_rank) {

@@ -1,4 +1,4 @@
-// The region `control` of this rank: what it counts and the first failure it saw.
+// The region `control` of this rank: the first failure it saw, what it counts, and the latest of each that it counted.
 #pragma once
 
 #include <cstdint>
