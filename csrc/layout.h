@@ -405,8 +405,6 @@ struct PullKernel {
   std::int32_t num_tokens, num_topk;
   std::int32_t num_splits;  // warps that share a row
   std::uint32_t reserved;
-  std::uint64_t num_done;  // uint32: blocks of the grid that are done; 0 between kernels
-  SignalKernel last;       // what the last of them says
 };
 
 // The backward of a weighted combine's multiplication, in place on grad_expert_out.

@@ -1,7 +1,7 @@
 // combine and dispatch backward: stage own rows, pull the peers'.
 #include "kernels.h"
+#include "record.cuh"
 #include "rows.cuh"
-#include "steps.cuh"
 
 namespace epbuf::cuda {
 namespace {
@@ -139,30 +139,20 @@ __device__ __forceinline__ uint4 sum_vec(const std::uint64_t* rows, std::int32_t
   return Elements<Dtype>::pack(sum);
 }
 
-// True in one block of the grid: the last to come here. What all blocks did then comes before what it does.
-__device__ __forceinline__ bool is_last_block(std::uint64_t num_done) {
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = atomicInc(at<std::uint32_t>(num_done), gridDim.x - 1) == gridDim.x - 1;  // and back to 0
-    __threadfence();
-  }
-  __syncthreads();
-  return is_last;
-}
-
-// Not inlined: it runs once, and must not take registers from the loop that moves rows.
-__device__ __noinline__ void speak_last(const SignalKernel& k) {
-  if (block_skips(k.call)) return;
-  Failure failure;
-  if (!take_steps(k, &failure)) report(k.call, failure);
-}
-
-// One warp: its items, that is parts of tokens.
+// Shapes: slot_map [T, K] int64; expert_out or grad_recv_tokens [C, H] of every rank; out [T, H]; out_weights [T, K]
+// float32.
+//
+// Example, T = 1, K = 3, slots {rank 1 row 4, -1, rank 0 row 2}, H = 2, rank 1 row 4 = {1, 2}, rank 0 row 2 = {10, 20}:
+// out = {11, 22}; with weights 0.5 at rank 1 row 4 and 0.25 at rank 0 row 2, out_weights = {0.5, 0, 0.25}.
 template <typename Dtype>
-__device__ __forceinline__ void pull_items(const PullKernel& k, std::uint64_t* rows) {
+__global__ void __launch_bounds__(kPullThreads, kPullBlocksPerSm) pull_kernel(const __grid_constant__ PullKernel k) {
+  __shared__ std::uint64_t sources[kPullWarps][kMaxTopk];
+  await_previous();
+  release_next();
+  if (warp_stops(k.call)) return;
+
   const GridWarp warp;
+  std::uint64_t* rows = sources[threadIdx.x / kWarpSize];
   const std::int32_t num_vecs = static_cast<std::int32_t>(k.row_bytes / kVecBytes);
   const std::uint32_t num_items = static_cast<std::uint32_t>(k.num_tokens) * k.num_splits;
   for (std::uint32_t item = warp.index; item < num_items; item += warp.num) {
@@ -177,21 +167,6 @@ __device__ __forceinline__ void pull_items(const PullKernel& k, std::uint64_t* r
     }
     __syncwarp();  // `rows` is read to the end before the next token's
   }
-}
-
-// Shapes: slot_map [T, K] int64; expert_out or grad_recv_tokens [C, H] of every rank; out [T, H]; out_weights [T, K]
-// float32. The last block tells the peers that their rows were read. In a refused round, where no rank moves any, it
-// also waits for them to say so.
-//
-// Example, T = 1, K = 3, slots {rank 1 row 4, -1, rank 0 row 2}, H = 2, rank 1 row 4 = {1, 2}, rank 0 row 2 = {10, 20}:
-// out = {11, 22}; with weights 0.5 at rank 1 row 4 and 0.25 at rank 0 row 2, out_weights = {0.5, 0, 0.25}.
-template <typename Dtype>
-__global__ void __launch_bounds__(kPullThreads, kPullBlocksPerSm) pull_kernel(const __grid_constant__ PullKernel k) {
-  __shared__ std::uint64_t sources[kPullWarps][kMaxTopk];
-  await_previous();
-  release_next();
-  if (!warp_stops(k.call)) pull_items<Dtype>(k, sources[threadIdx.x / kWarpSize]);
-  if (is_last_block(k.num_done)) speak_last(k.last);
 }
 
 void (*stage_of(TokenDtype dtype))(StageKernel) {
@@ -217,6 +192,7 @@ void launch_pull(const PullKernel& kernel, TokenDtype dtype, const Target& targe
   PullKernel k = kernel;
   k.num_splits = num_splits_for(k.num_tokens, k.row_bytes, kPullMinWarps, kPullMaxVecs);
   const std::int64_t num_warps = static_cast<std::int64_t>(k.num_tokens) * k.num_splits;
+  if (num_warps == 0) return;
   const std::uint32_t num_blocks = target.fit((num_warps + kPullWarps - 1) / kPullWarps, kPullMaxBlocks);
   launch("pull_kernel", pull_of(dtype), {num_blocks, kPullThreads}, k, target.stream);
 }

@@ -75,7 +75,7 @@ CudaContext::CudaContext(const Geometry& geometry, const ArenaOffsets& arena, st
       device_(device),
       window_(peers[static_cast<std::size_t>(geometry.rank)]),
       num_sms_(static_cast<std::uint32_t>(device_attribute(cudaDevAttrMultiProcessorCount, device))),
-      words_(device, peers, frames_.size(), forwards_.size(), backwards_.size()) {}
+      words_(device, peers, frames_.size(), forwards_.size()) {}
 
 const FrameOffsets& CudaContext::frame(std::int32_t index) const { return element(frames_, index, "frame"); }
 

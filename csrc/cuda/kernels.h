@@ -13,7 +13,7 @@ void launch_route_exchange(const RouteExchangeKernel& kernel, const Target& targ
 void launch_route_slots(const RouteSlotsKernel& kernel, const Target& target);
 
 // All of route in one launch, where shared memory holds the ids.
-bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts);
+bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts, const Target& target);
 void launch_route_fused(const RouteExchangeKernel& kernel, const Target& target);
 
 void launch_signal(const SignalKernel& kernel, const Target& target);

@@ -19,6 +19,7 @@ struct Grid {
   std::uint32_t num_blocks;
   std::uint32_t num_threads;
   std::size_t shared_bytes = 0;
+  bool is_cluster = false;  // all blocks run at the same time and read each other's shared memory; 8 at most
 };
 
 // Where a launch goes and how much of the GPU it may fill.
@@ -40,16 +41,18 @@ template <typename Arguments>
 void launch(const char* name, void (*kernel)(Arguments), const Grid& grid, const Arguments& arguments,
             cudaStream_t stream) {
   void* pointers[] = {const_cast<Arguments*>(&arguments)};
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {grid.num_blocks, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(grid.num_blocks);
   config.blockDim = dim3(grid.num_threads);
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = grid.is_cluster ? 2 : 1;
   const cudaError_t error = cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers);
   EPBUF_CHECK(error == cudaSuccess, "launch of ", name, " (", grid.num_blocks, " blocks of ", grid.num_threads,
               " threads, ", grid.shared_bytes, " bytes of shared memory) failed: ", cudaGetErrorString(error));

@@ -156,30 +156,20 @@ void stage(const CudaContext& context, const KernelCall& kernel_call, const Comb
   launch_stage(k, context.dtype(), context.geometry().capacity_rows, context.target(call.stream));
 }
 
-// What a pull reads and writes, and the word that counts its blocks.
-struct PullPlaces {
-  std::int64_t rows_region, weights_region;  // -1: no weights
-  std::uint64_t num_done;
-};
-
-// Pulls, and then takes the steps of `last`: with the pull's last block, or by themselves where nothing is pulled.
-void pull(const CudaContext& context, const KernelCall& kernel_call, const CombineCall& call, const PullPlaces& places,
-          const SignalKernel& last) {
-  const bool wanted = call.refusal == kRefusalNone && (call.out != 0 || call.out_weights != 0) && call.num_tokens != 0;
-  if (!wanted) return launch_steps(context, last, last.steps, call.stream);
+void pull(const CudaContext& context, const KernelCall& kernel_call, const CombineCall& call, std::int64_t rows_region,
+          std::int64_t weights_region) {
+  if (call.refusal != kRefusalNone || (call.out == 0 && call.out_weights == 0)) return;
   PullKernel k{};
   k.call = kernel_call;
   k.slot_map = context.own(context.frame(call.frame).slot_map);
   k.out = call.out;
   k.out_row_stride_bytes = call.out_row_stride_bytes;
-  if (places.weights_region >= 0) k.out_weights = call.out_weights;
-  k.rows_region = places.rows_region;
-  k.weights_region = places.weights_region;
+  if (weights_region >= 0) k.out_weights = call.out_weights;
+  k.rows_region = rows_region;
+  k.weights_region = weights_region;
   k.row_bytes = context.geometry().token_row_bytes;
   k.num_tokens = call.num_tokens;
   k.num_topk = context.geometry().num_topk;
-  k.num_done = places.num_done;
-  k.last = last;
   launch_pull(k, context.dtype(), context.target(call.stream));
 }
 
@@ -209,7 +199,7 @@ void issue_route(const CudaContext& context, const RouteCall& call, Phases phase
   const Target target = context.target(call.stream);
   RouteExchangeKernel exchange = exchange_kernel(context, call);
   exchange.steps = steps_of(phases, kRoutePublish, kRouteAwait, kRouteAwaitRefused);
-  const bool is_small = fits_fused_route(exchange.ids, exchange.num_experts);
+  const bool is_small = fits_fused_route(exchange.ids, exchange.num_experts, target);
   if (phases == kAllPhases && !refuses && is_small) return launch_route_fused(exchange, target);
   if ((phases & 1) && !refuses) launch_route_count(count_kernel(context, call), target);
   launch_route_exchange(exchange, target);
@@ -243,11 +233,9 @@ void issue_combine(const CudaContext& context, const CombineCall& call, Phases p
   launch_steps(context, ready,
                steps_of(phases, kSignalBegin | kSignalAdvance | kSignalPublish, kSignalAwait | kSignalJudge),
                call.stream);
-  SignalKernel ack = unrefusing(ready, kPhaseAck, forward.ack_cells);
-  ack.steps = steps_of(phases, 0, kSignalPublish, kSignalAwaitRefused);
-  const PullPlaces places{forward.expert_out, -1, context.words().forward_done(call.workspace)};
-  if (phases & 2) return pull(context, kernel_call, call, places, ack);
-  launch_steps(context, ack, ack.steps, call.stream);
+  if (phases & 2) pull(context, kernel_call, call, forward.expert_out, -1);
+  launch_steps(context, unrefusing(ready, kPhaseAck, forward.ack_cells),
+               steps_of(phases, 0, kSignalPublish, kSignalAwaitRefused), call.stream);
 }
 
 // Phases: await ACK, publish GO; await it, push, publish ARRIVED; await it.
@@ -284,12 +272,9 @@ void issue_dispatch_backward(const CudaContext& context, const CombineCall& call
   }
   launch_steps(context, ready, steps_of(phases, begin | kSignalPublish | kSignalMarkReady, kSignalAwait | kSignalJudge),
                call.stream);
-  SignalKernel ack = unrefusing(ready, kPhaseGradAck, backward.grad_ack_cells);
-  ack.steps = steps_of(phases, 0, kSignalPublish | clear_open, kSignalAwaitRefused);
-  const PullPlaces places{backward.grad_recv_tokens, backward.grad_recv_topk_weights,
-                          context.words().backward_done(call.workspace)};
-  if (phases & 2) return pull(context, kernel_call, call, places, ack);
-  launch_steps(context, ack, ack.steps, call.stream);
+  if (phases & 2) pull(context, kernel_call, call, backward.grad_recv_tokens, backward.grad_recv_topk_weights);
+  launch_steps(context, unrefusing(ready, kPhaseGradAck, backward.grad_ack_cells),
+               steps_of(phases, 0, kSignalPublish | clear_open, kSignalAwaitRefused), call.stream);
 }
 
 void issue_weight_grad(const CudaContext& context, const WeightGradCall& call) {

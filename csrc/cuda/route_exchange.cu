@@ -1,5 +1,9 @@
 // The exchange of route: every rank tells every rank how many rows it has for each expert, and each computes from all
 // counts the zones of its own receive region and the rows that its own tokens take on the peers.
+#include <cooperative_groups.h>
+
+#include <algorithm>
+
 #include "chain.cuh"
 #include "route.cuh"
 #include "wait.cuh"
@@ -11,7 +15,9 @@ constexpr std::uint32_t kThreads = 512;  // half an SM: it must find room beside
 constexpr std::uint32_t kCountWarps = kThreads / kWarpSize - 1;
 constexpr std::uint32_t kCountThreads = kCountWarps * kWarpSize;
 constexpr std::int32_t kBatch = 4;  // loads or stores in flight per thread
-constexpr std::size_t kMaxFusedBytes = 160 * 1024;
+constexpr std::size_t kMaxFusedBytes = 64 * 1024;
+constexpr std::int64_t kFusedSlots = 2048;        // of a block, while the cluster may still grow
+constexpr std::int64_t kMaxCluster = 8;           // what every GPU takes
 constexpr std::size_t kStaticSharedBytes = 1024;  // at most
 constexpr std::int64_t kMaxFusedExperts = 0xFFFE;
 
@@ -23,15 +29,16 @@ __device__ __forceinline__ std::int32_t lane_index() { return static_cast<std::i
 // The last warp talks to the peers while the others count, and compares PROGRESS while they read the peers' counts.
 __device__ __forceinline__ bool is_speaker() { return threadIdx.x >= kCountThreads; }
 
-// Shared memory of the block; the partial sums are there for many tokens, the last two for few.
+// Shared memory of a block; the partial sums are there for many tokens, the last three for few.
 struct ExchangeShared {
   std::int64_t* prefix;    // [E + 1] padded rows of the experts before
   std::int64_t* base;      // [E] rows of lower ranks, then the row of this rank's first token
   std::uint32_t* totals;   // [E] rows from all ranks
   std::uint32_t* columns;  // [E + header] what this rank publishes
   std::uint32_t* partial;  // [max(E, 4 count threads)] sums of chunk groups
-  std::uint32_t* counts;   // [count warps, E] rows of each warp's slots, then of the warps before
-  Key* keys;               // [T, K]
+  std::uint32_t* counts;   // [count warps, E] rows of each warp's slots, then of the block's warps before
+  std::uint32_t* own;      // [E] rows of the block's slots
+  Key* keys;               // [slots of the block]
 };
 
 // What single threads tell the block.
@@ -39,6 +46,7 @@ struct Notes {
   std::uint32_t call;                    // this rank's call number
   std::int32_t refusing_rank, bad_rank;  // -1: none
   std::uint32_t num_bad_ids;             // of all ranks
+  bool places;                           // the round holds: slots may be taken
   BadIds own;
 };
 
@@ -56,16 +64,42 @@ struct Pieces {
   }
 };
 
-// Slots that one warp counts and places when the exchange does it all: whole groups of 32.
-__host__ __device__ inline std::int32_t slots_per_warp(const KernelIds& ids) {
-  const std::int32_t per_warp = (ids.num_tokens * ids.num_topk + kCountWarps - 1) / kCountWarps;
+// Blocks of the cluster that routes few tokens.
+std::uint32_t num_fused_blocks(const KernelIds& ids, const Target& target) {
+  const std::int64_t limit =
+      target.max_num_sms != 0 ? std::min<std::int64_t>(target.max_num_sms, kMaxCluster) : kMaxCluster;
+  const std::int64_t num_slots = static_cast<std::int64_t>(ids.num_tokens) * ids.num_topk;
+  std::uint32_t num_blocks = 1;
+  while (2 * num_blocks <= limit && num_blocks * kFusedSlots < num_slots) num_blocks *= 2;
+  return num_blocks;
+}
+
+// Slots that one warp of the cluster counts and places: whole groups of 32.
+__host__ __device__ inline std::int32_t slots_per_warp(const KernelIds& ids, std::uint32_t num_blocks) {
+  const std::int32_t num_warps = static_cast<std::int32_t>(num_blocks * kCountWarps);
+  const std::int32_t per_warp = (ids.num_tokens * ids.num_topk + num_warps - 1) / num_warps;
   return (per_warp + static_cast<std::int32_t>(kWarpSize) - 1) / kWarpSize * kWarpSize;
 }
+
+// The slots of a count warp, numbered in the block and from there on in the whole.
+struct WarpSlots {
+  std::int32_t in_block, first, num;
+
+  __device__ explicit WarpSlots(const KernelIds& ids) {
+    const std::int32_t per_warp = slots_per_warp(ids, gridDim.x);
+    in_block = warp_index() * per_warp;
+    first = static_cast<std::int32_t>(blockIdx.x * kCountWarps) * per_warp + in_block;
+    num = max(0, min(per_warp, ids.num_tokens * ids.num_topk - first));
+  }
+  __device__ std::int32_t num_of_live(const KernelIds& ids) const {
+    return max(0, min(num, num_live(ids) * ids.num_topk - first));
+  }
+};
 
 // Returns the bytes used.
 template <bool kFused>
 __host__ __device__ std::size_t carve(void* shared, const KernelIds& ids, std::int64_t num_experts,
-                                      ExchangeShared* memory) {
+                                      std::uint32_t num_blocks, ExchangeShared* memory) {
   const std::int64_t most = num_experts > 4 * kCountThreads ? num_experts : 4 * kCountThreads;
   Pieces pieces;
   memory->prefix = pieces.take<std::int64_t>(shared, num_experts + 1);
@@ -74,7 +108,8 @@ __host__ __device__ std::size_t carve(void* shared, const KernelIds& ids, std::i
   memory->columns = pieces.take<std::uint32_t>(shared, num_experts + kCountHeader);
   memory->partial = pieces.take<std::uint32_t>(shared, kFused ? 0 : most);
   memory->counts = pieces.take<std::uint32_t>(shared, kFused ? kCountWarps * num_experts : 0);
-  memory->keys = pieces.take<Key>(shared, kFused ? static_cast<std::int64_t>(ids.num_tokens) * ids.num_topk : 0);
+  memory->own = pieces.take<std::uint32_t>(shared, kFused ? num_experts : 0);
+  memory->keys = pieces.take<Key>(shared, kFused ? kCountWarps * slots_per_warp(ids, num_blocks) : 0);
   return pieces.used;
 }
 
@@ -139,27 +174,27 @@ __device__ void count_slots(const RouteExchangeKernel& k, const ExchangeShared& 
   std::uint32_t* counts = memory.counts + warp_index() * k.num_experts;
   for (std::int32_t e = lane_index(); e < k.num_experts; e += kWarpSize) counts[e] = 0;
   __syncwarp();
-  const std::int32_t first = warp_index() * slots_per_warp(k.ids);
-  const std::int32_t end = min(first + slots_per_warp(k.ids), num_live(k.ids) * k.ids.num_topk);
-  for (std::int32_t begin = first + lane_index(); begin < end; begin += kBatch * kWarpSize) {
+  const WarpSlots slots(k.ids);
+  const std::int32_t num = slots.num_of_live(k.ids);
+  for (std::int32_t begin = lane_index(); begin < num; begin += kBatch * kWarpSize) {
     std::int64_t ids[kBatch];
 #pragma unroll
     for (std::int32_t j = 0; j < kBatch; ++j) {
-      const std::int32_t slot = begin + j * static_cast<std::int32_t>(kWarpSize);
-      ids[j] = slot < end ? load_id(k.ids, slot) : -1;
+      const std::int32_t i = begin + j * static_cast<std::int32_t>(kWarpSize);
+      ids[j] = i < num ? load_id(k.ids, slots.first + i) : -1;
     }
 #pragma unroll
     for (std::int32_t j = 0; j < kBatch; ++j) {
-      const std::int32_t slot = begin + j * static_cast<std::int32_t>(kWarpSize);
+      const std::int32_t i = begin + j * static_cast<std::int32_t>(kWarpSize);
       const std::uint32_t key = key_of(ids[j], k.num_experts);
-      if (slot < end) memory.keys[slot] = static_cast<Key>(key);
+      if (i < num) memory.keys[slots.in_block + i] = static_cast<Key>(key);
       if (key != kNoExpert) atomicAdd(&counts[key], 1u);
-      if (ids[j] >= k.num_experts) notes->own.note(slot);
+      if (ids[j] >= k.num_experts) notes->own.note(slots.first + i);
     }
   }
 }
 
-// This rank's rows for every expert, few tokens; each warp's counts become the sums of the warps before it.
+// The block's rows for every expert, few tokens; each warp's counts become the sums of the warps before it.
 __device__ void sum_warps(const RouteExchangeKernel& k, const ExchangeShared& memory) {
   for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
     std::uint32_t before = 0;
@@ -170,7 +205,7 @@ __device__ void sum_warps(const RouteExchangeKernel& k, const ExchangeShared& me
       *count = before;
       before += own;
     }
-    memory.columns[e] = before;
+    memory.own[e] = before;
   }
 }
 
@@ -185,12 +220,8 @@ __device__ void sum_partial(const RouteExchangeKernel& k, const ExchangeShared& 
 
 // The speaker: numbers the call, tells every rank, waits until the workspace may be written again. False: poisoned, or
 // gave up because of *failure.
-template <bool kFused>
 __device__ bool open_round(const RouteExchangeKernel& k, Notes* notes, Failure* failure) {
   const std::uint32_t last_use = k.ack_use == 0 ? 0 : *at<const std::uint32_t>(k.ack_use);
-  if constexpr (!kFused) {
-    if (lane_index() == 0 && k.call.refusal == kRefusalNone) notes->own = *at<const BadIds>(k.bad_ids);
-  }
   if (warp_skips(k.call)) return false;
   const bool publishes = k.steps & kRoutePublish;
   const std::uint32_t number = publishes ? begin_call_as_warp(k.call) : current_call(k.call);
@@ -404,20 +435,18 @@ __device__ void write_demand(const RouteExchangeKernel& k, const std::int64_t* p
   if (largest > k.capacity_rows) record_overflow(k.call, largest, largest_rank);
 }
 
-// One count warp, few tokens: the slots of its part.
+// One count warp, few tokens: its slots.
 __device__ void place_slots(const RouteExchangeKernel& k, const ExchangeShared& memory) {
-  auto* slots = at<std::int64_t>(k.slot_map);
-  const std::int32_t num_slots = k.ids.num_tokens * k.ids.num_topk;
-  const std::int32_t first = warp_index() * slots_per_warp(k.ids);
-  const std::int32_t end = min(first + slots_per_warp(k.ids), num_slots);
-  const std::int32_t num = max(0, min(end, num_live(k.ids) * k.ids.num_topk) - first);
-  take_slots(k, memory.keys + first, memory.base, memory.counts + warp_index() * k.num_experts, num, slots + first);
-  for (std::int32_t i = first + num + lane_index(); i < end; i += kWarpSize) slots[i] = kNoSlot;
+  const WarpSlots mine(k.ids);
+  const std::int32_t num = mine.num_of_live(k.ids);
+  auto* slots = at<std::int64_t>(k.slot_map) + mine.first;
+  std::uint32_t* next = memory.counts + warp_index() * k.num_experts;
+  take_slots(k, memory.keys + mine.in_block, memory.base, next, num, slots);
+  for (std::int32_t i = num + lane_index(); i < mine.num; i += kWarpSize) slots[i] = kNoSlot;
 }
 
 // What follows from everybody's counts. A refusal of the lowest rank that has one completes the round with ARRIVED.
 // True: refused.
-template <bool kFused>
 __device__ bool conclude(const RouteExchangeKernel& k, const ExchangeShared& memory, const Notes& notes,
                          std::uint32_t round) {
   const bool refused = notes.refusing_rank >= 0;
@@ -437,74 +466,126 @@ __device__ bool conclude(const RouteExchangeKernel& k, const ExchangeShared& mem
     write_zones(k, memory);
   }
   __syncthreads();
-  if constexpr (kFused) {
-    if (!is_speaker()) place_slots(k, memory);
-  } else {
-    for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
-      at<std::int64_t>(k.route_base)[e] = memory.base[e];
-    }
-  }
   return false;
 }
 
-// Everything before the wait for COUNT. Few tokens: the ids are read here. Many: their counts lie in route_scratch and
-// become prefixes over the chunks. False: poisoned, or gave up because of *failure.
-template <bool kFused>
-__device__ bool open_and_publish(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t round,
-                                 Notes* notes, Failure* failure) {
+// Publishes `columns`, whose counts are there.
+__device__ void publish_round(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t round,
+                              const BadIds& bad) {
+  if (threadIdx.x == kCountThreads) {
+    at<FrameCounters>(k.frame_counters)->round = round;
+    write_header(k, bad, memory.columns + k.num_experts);
+  }
+  publish_counts(k, round, memory.columns);
+}
+
+// Waits for COUNT and draws the conclusions; a refused round ends with ARRIVED. False: refused, poisoned, or gave up
+// because of *failure.
+__device__ bool finish_round(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t round,
+                             Notes* notes, Failure* failure) {
+  bool refused = false;
+  if (k.steps & kRouteAwait) {
+    const Cell* cells = at<const Cell>(k.call.window, k.count_cells);
+    const Awaited awaited{kPhaseCount, round, cells, k.num_experts + kCountHeader, notes->call};
+    const bool arrived = is_speaker() ? agrees(k, awaited, failure) : await_counts(k, awaited, memory, notes, failure);
+    fence_acquire_system();
+    if (!__syncthreads_and(arrived)) return false;
+    refused = conclude(k, memory, *notes, round);
+  } else if (k.steps & kRouteAwaitRefused) {
+    refused = refused_op(k.call) == kOpRoute;
+  }
+  if (refused && (k.steps & kRouteAwaitRefused)) {
+    const Cell* cells = at<const Cell>(k.call.window, k.arrived_cells);
+    await_all(k.call, {kPhaseArrived, round, cells, 1, notes->call}, failure);
+  }
+  return !refused;
+}
+
+// Many tokens: the counts of all chunks lie in route_scratch and become prefixes over the chunks.
+__device__ void exchange(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t round, Notes* notes,
+                         Failure* failure) {
   const bool is_wide = k.num_experts % 4 == 0;
   const ChunkGroups<uint4> fours(k);
   const ChunkGroups<std::uint32_t> ones(k);
   auto* partial = reinterpret_cast<uint4*>(memory.partial);
+  const bool publishes = k.steps & kRoutePublish;
   bool opened = true;
   if (is_speaker()) {
-    opened = open_round<kFused>(k, notes, failure);
-  } else if (kFused) {
-    count_slots(k, memory, notes);
-  } else if (k.steps & kRoutePublish) {
+    if (lane_index() == 0 && k.call.refusal == kRefusalNone) notes->own = *at<const BadIds>(k.bad_ids);
+    opened = open_round(k, notes, failure);
+  } else if (publishes) {
     if (is_wide) sum_groups(k, fours, partial);
     if (!is_wide) sum_groups(k, ones, memory.partial);
   }
-  if (!__syncthreads_and(opened)) return false;
-  if (!(k.steps & kRoutePublish)) return true;
+  if (!__syncthreads_and(opened)) return;
 
-  if (threadIdx.x == kCountThreads) {
-    at<FrameCounters>(k.frame_counters)->round = round;
-    write_header(k, notes->own, memory.columns + k.num_experts);
+  if (publishes) {
+    sum_partial(k, memory, is_wide ? fours.num_groups : ones.num_groups);
+    publish_round(k, memory, round, notes->own);
+    if (is_wide) write_prefixes(k, fours, partial);
+    if (!is_wide) write_prefixes(k, ones, memory.partial);
   }
-  if (kFused) sum_warps(k, memory);
-  if (!kFused) sum_partial(k, memory, is_wide ? fours.num_groups : ones.num_groups);
-  publish_counts(k, round, memory.columns);
-  if (!kFused && is_wide) write_prefixes(k, fours, partial);
-  if (!kFused && !is_wide) write_prefixes(k, ones, memory.partial);
-  return true;
+  if (!finish_round(k, memory, round, notes, failure) || !(k.steps & kRouteAwait)) return;
+  for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
+    at<std::int64_t>(k.route_base)[e] = memory.base[e];
+  }
 }
 
-// False: poisoned, or gave up because of *failure.
-template <bool kFused>
-__device__ bool exchange(const RouteExchangeKernel& k, void* shared, Failure* failure) {
-  __shared__ Notes notes;
-  ExchangeShared memory;
-  carve<kFused>(shared, k.ids, k.num_experts, &memory);
-  const std::uint32_t round = at<const FrameCounters>(k.frame_counters)->round + ((k.steps & kRoutePublish) ? 1 : 0);
-  if (threadIdx.x == 0) notes.own = kNoBadIds;
-  __syncthreads();
-
-  if (!open_and_publish<kFused>(k, memory, round, &notes, failure)) return false;
-  bool refused = false;
-  if (k.steps & kRouteAwait) {
-    const Cell* cells = at<const Cell>(k.call.window, k.count_cells);
-    const Awaited awaited{kPhaseCount, round, cells, k.num_experts + kCountHeader, notes.call};
-    const bool arrived = is_speaker() ? agrees(k, awaited, failure) : await_counts(k, awaited, memory, &notes, failure);
-    fence_acquire_system();
-    if (!__syncthreads_and(arrived)) return false;
-    refused = conclude<kFused>(k, memory, notes, round);
-  } else if (k.steps & kRouteAwaitRefused) {
-    refused = refused_op(k.call) == kOpRoute;
+// The first block, few tokens: adds up the blocks and exchanges the sums. False: no slots are taken.
+__device__ bool exchange_sums(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t round,
+                              Notes* notes, Failure* failure) {
+  const auto cluster = cooperative_groups::this_cluster();
+  for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
+    std::uint32_t count = 0;
+    for (std::uint32_t block = 0; block < gridDim.x; ++block) count += cluster.map_shared_rank(memory.own, block)[e];
+    memory.columns[e] = count;
   }
-  if (!refused || !(k.steps & kRouteAwaitRefused)) return true;
-  const Cell* cells = at<const Cell>(k.call.window, k.arrived_cells);
-  return await_all(k.call, {kPhaseArrived, round, cells, 1, notes.call}, failure);
+  BadIds bad = kNoBadIds;
+  for (std::uint32_t block = 0; block < gridDim.x; ++block) {
+    const BadIds& own = cluster.map_shared_rank(notes, block)->own;
+    bad = {bad.num + own.num, min(bad.first, own.first)};
+  }
+  publish_round(k, memory, round, bad);
+  return finish_round(k, memory, round, notes, failure);
+}
+
+// The other blocks: rows of the lower blocks' slots into `base`.
+__device__ void sum_lower_blocks(const RouteExchangeKernel& k, const ExchangeShared& memory) {
+  const auto cluster = cooperative_groups::this_cluster();
+  for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
+    std::uint32_t count = 0;
+    for (std::uint32_t block = 0; block < blockIdx.x; ++block) count += cluster.map_shared_rank(memory.own, block)[e];
+    memory.base[e] = count;
+  }
+}
+
+// Few tokens: all of route. The first block of the cluster talks to the peers; the others wait at a barrier.
+__device__ void route(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t round, Notes* notes,
+                      Failure* failure) {
+  const auto cluster = cooperative_groups::this_cluster();
+  const bool leads = blockIdx.x == 0;
+  if (!leads) release_next();
+  bool opened = true;
+  if (!is_speaker()) count_slots(k, memory, notes);
+  if (is_speaker() && leads) opened = open_round(k, notes, failure);
+  opened = __syncthreads_and(opened);
+  sum_warps(k, memory);
+  cluster.sync();
+
+  if (!leads) sum_lower_blocks(k, memory);
+  const bool places = leads && opened && exchange_sums(k, memory, round, notes, failure);
+  if (leads && threadIdx.x == 0) notes->places = places;
+  cluster.sync();
+
+  const bool takes = cluster.map_shared_rank(notes, 0)->places;
+  if (takes && !leads) {
+    const std::int64_t* base = cluster.map_shared_rank(memory.base, 0);
+    for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) memory.base[e] += base[e];
+  }
+  __syncthreads();
+  cluster.barrier_arrive();
+  if (takes && !is_speaker()) place_slots(k, memory);
+  cluster.barrier_wait();  // the first block's memory lasts until all have read it
 }
 
 // Shapes: one block. route_scratch [chunks, E] int32: counts in, prefixes over the chunks out; count_cells [R, E + 8]
@@ -514,40 +595,55 @@ __device__ bool exchange(const RouteExchangeKernel& k, void* shared, Failure* fa
 // {5, 1, 0, 7}, padded {8, 4, 0, 8}. On rank 1: route_base = {3, 9, 0, 5} (rank 0's rows come first in each zone),
 // zones 2 and 3 are rows [0, 0) and [0, 8): offs = {0, 8}, counts = {0, 8, 0, 7, 8}. Demands are 12 and 8: overflow 0.
 //
-// Fused, it counts the ids before and takes the slots after: one launch instead of three, for as many tokens as its
-// shared memory holds ids. Each count warp has a contiguous part of the slots.
+// Fused, it counts the ids before and takes the slots after: one launch instead of three, of a cluster of blocks, for
+// as many tokens as their shared memory holds ids. Each count warp has a contiguous part of the slots.
 template <bool kFused>
 __global__ void __launch_bounds__(kThreads, 2) route_exchange_kernel(const __grid_constant__ RouteExchangeKernel k) {
   extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ Notes notes;
   await_previous();
+  ExchangeShared memory;
+  carve<kFused>(shared, k.ids, k.num_experts, gridDim.x, &memory);
+  const std::uint32_t round = at<const FrameCounters>(k.frame_counters)->round + ((k.steps & kRoutePublish) ? 1 : 0);
+  if (threadIdx.x == 0) notes.own = kNoBadIds;
+  __syncthreads();
+
   Failure failure;
-  if (!exchange<kFused>(k, shared, &failure)) report(k.call, failure);
+  if constexpr (kFused) {
+    route(k, memory, round, &notes, &failure);
+  } else {
+    exchange(k, memory, round, &notes, &failure);
+  }
+  report(k.call, failure);
 }
 
 template <bool kFused>
-std::size_t shared_bytes(const KernelIds& ids, std::int64_t num_experts) {
+std::size_t shared_bytes(const KernelIds& ids, std::int64_t num_experts, std::uint32_t num_blocks) {
   ExchangeShared memory;
-  return carve<kFused>(nullptr, ids, num_experts, &memory);
+  return carve<kFused>(nullptr, ids, num_experts, num_blocks, &memory);
 }
 
 }  // namespace
 
-bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts) {
-  return num_experts <= kMaxFusedExperts && shared_bytes<true>(ids, num_experts) <= kMaxFusedBytes;
+bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts, const Target& target) {
+  return num_experts <= kMaxFusedExperts &&
+         shared_bytes<true>(ids, num_experts, num_fused_blocks(ids, target)) <= kMaxFusedBytes;
 }
 
 std::size_t exchange_shared_bytes(std::int64_t num_experts) {
-  return kStaticSharedBytes + shared_bytes<false>({}, num_experts);
+  return kStaticSharedBytes + shared_bytes<false>({}, num_experts, 1);
 }
 
 void launch_route_fused(const RouteExchangeKernel& kernel, const Target& target) {
-  launch("route_exchange_kernel<fused>", route_exchange_kernel<true>,
-         {1, kThreads, shared_bytes<true>(kernel.ids, kernel.num_experts)}, kernel, target.stream);
+  const std::uint32_t num_blocks = num_fused_blocks(kernel.ids, target);
+  const std::size_t nbytes = shared_bytes<true>(kernel.ids, kernel.num_experts, num_blocks);
+  launch("route_exchange_kernel<fused>", route_exchange_kernel<true>, {num_blocks, kThreads, nbytes, true}, kernel,
+         target.stream);
 }
 
 void launch_route_exchange(const RouteExchangeKernel& kernel, const Target& target) {
-  launch("route_exchange_kernel", route_exchange_kernel<false>,
-         {1, kThreads, shared_bytes<false>(kernel.ids, kernel.num_experts)}, kernel, target.stream);
+  const std::size_t nbytes = shared_bytes<false>(kernel.ids, kernel.num_experts, 1);
+  launch("route_exchange_kernel", route_exchange_kernel<false>, {1, kThreads, nbytes}, kernel, target.stream);
 }
 
 void load_route_exchange() {

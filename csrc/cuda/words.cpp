@@ -43,15 +43,14 @@ DeviceGuard::~DeviceGuard() {
 }
 
 DeviceWords::DeviceWords(int device, const std::vector<std::uint64_t>& peers, std::size_t num_frames,
-                         std::size_t num_forwards, std::size_t num_backwards)
-    : device_(device), num_forwards_(num_forwards) {
+                         std::size_t num_workspaces)
+    : device_(device) {
   const DeviceGuard guard(device);
-  const std::vector<std::uint64_t> bad_ids = no_bad_ids(num_forwards);
-  base_ = device_zeros(8 * (peers.size() + bad_ids.size()) + 4 * (num_frames + 1 + num_forwards + num_backwards));
+  const std::vector<std::uint64_t> bad_ids = no_bad_ids(num_workspaces);
+  base_ = device_zeros(8 * (peers.size() + bad_ids.size()) + 4 * (num_frames + 1));
   bad_ids_ = base_ + 8 * peers.size();
   refused_ = bad_ids_ + 8 * bad_ids.size();
   lock_ = refused_ + 4 * num_frames;
-  done_ = lock_ + 4;
   copy_to_device(base_, peers);
   copy_to_device(bad_ids_, bad_ids);
 

@@ -27,8 +27,7 @@ class DeviceGuard {
 // a destructor must not.
 class DeviceWords {
  public:
-  DeviceWords(int device, const std::vector<std::uint64_t>& peers, std::size_t num_frames, std::size_t num_forwards,
-              std::size_t num_backwards);
+  DeviceWords(int device, const std::vector<std::uint64_t>& peers, std::size_t num_frames, std::size_t num_workspaces);
   DeviceWords(const DeviceWords&) = delete;
   DeviceWords& operator=(const DeviceWords&) = delete;
 
@@ -36,9 +35,6 @@ class DeviceWords {
   std::uint64_t bad_ids(std::int32_t workspace) const { return bad_ids_ + 16 * static_cast<std::uint64_t>(workspace); }
   std::uint64_t refused(std::int32_t frame) const { return refused_ + 4 * static_cast<std::uint64_t>(frame); }
   std::uint64_t lock() const { return lock_; }  // uint32
-  // uint32, blocks of a kernel that are done: of one that pulls from a forward, or a backward, workspace
-  std::uint64_t forward_done(std::int32_t workspace) const { return done_ + 4 * static_cast<std::uint64_t>(workspace); }
-  std::uint64_t backward_done(std::int32_t workspace) const { return forward_done(workspace) + 4 * num_forwards_; }
   std::uint64_t mirror() const { return mirror_device_; }
   cudaStream_t side_stream() const { return side_stream_; }  // for what must not wait behind an op
 
@@ -49,7 +45,7 @@ class DeviceWords {
 
  private:
   int device_;
-  std::uint64_t base_ = 0, bad_ids_ = 0, refused_ = 0, lock_ = 0, done_ = 0, num_forwards_ = 0, mirror_device_ = 0;
+  std::uint64_t base_ = 0, bad_ids_ = 0, refused_ = 0, lock_ = 0, mirror_device_ = 0;
   Control* mirror_ = nullptr;  // pinned
   cudaStream_t side_stream_ = nullptr;
 };
