@@ -8,8 +8,8 @@ namespace {
 
 constexpr std::uint32_t kThreads = 512;
 constexpr std::uint32_t kBlocksPerSm = 2;
-constexpr std::int64_t kMinWarps = 512;  // below as many tokens, warps share rows
-constexpr std::int32_t kVecs = 4;        // 16-byte loads in flight per lane, and as many of the next round
+constexpr std::int64_t kMinWarps = 1024;  // below as many tokens, warps share rows
+constexpr std::int32_t kVecs = 4;         // 16-byte loads in flight per lane, and as many of the next round
 constexpr std::uint32_t kAllLanes = 0xFFFFFFFF;
 
 struct Batch {
@@ -22,7 +22,7 @@ __device__ __forceinline__ Batch load_batch(const uint4* row, std::int32_t first
 #pragma unroll
   for (std::int32_t i = 0; i < kVecs; ++i) {
     const std::int32_t v = first + i * static_cast<std::int32_t>(kWarpSize);
-    batch.vecs[i] = row != nullptr && v < end ? load_vec(row + v) : uint4{0, 0, 0, 0};
+    batch.vecs[i] = row != nullptr && v < end ? load_vec_once(row + v) : uint4{0, 0, 0, 0};
   }
   return batch;
 }

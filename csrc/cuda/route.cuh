@@ -43,6 +43,18 @@ struct BadIds {
 };
 constexpr BadIds kNoBadIds = {0, ~0ull};
 
+// One warp: the lanes whose key equals this lane's, for keys below 2^num_bits; 0 in lanes that are not live. A ballot
+// for each bit: match.any takes as long as there are different keys, and here most of them are.
+__device__ __forceinline__ std::uint32_t same_keys(std::uint32_t key, bool live, std::int32_t num_bits) {
+  std::uint32_t same = __ballot_sync(0xFFFFFFFF, live);
+  for (std::int32_t bit = 0; bit < num_bits; ++bit) {
+    const bool is_set = (key >> bit) & 1;
+    const std::uint32_t set = __ballot_sync(0xFFFFFFFF, is_set);
+    same &= is_set ? set : ~set;
+  }
+  return live ? same : 0;
+}
+
 // One warp: ranks the experts of `keys` [num] in order and writes their slots. The next token for expert e takes row
 // base[e] + next[e]. A key without an expert is larger than any expert.
 template <typename Kernel, typename Key>
@@ -51,13 +63,14 @@ __device__ void take_slots(const Kernel& k, const Key* keys, const std::int64_t*
   constexpr std::int32_t kGroups = 4;
   const std::int32_t lane = threadIdx.x % kWarpSize;
   const std::uint32_t lower_lanes = (1u << lane) - 1;
+  const std::int32_t num_bits = 32 - __clz(k.num_experts);
   for (std::int32_t begin = 0; begin < num; begin += kGroups * kWarpSize) {
     std::uint32_t key[kGroups], same[kGroups];
 #pragma unroll
     for (std::int32_t g = 0; g < kGroups; ++g) {
       const std::int32_t i = begin + g * kWarpSize + lane;
       key[g] = i < num ? keys[i] : static_cast<Key>(kNoExpert);
-      same[g] = __match_any_sync(0xFFFFFFFF, key[g]);
+      same[g] = same_keys(key[g], key[g] < static_cast<std::uint32_t>(k.num_experts), num_bits);
     }
 #pragma unroll
     for (std::int32_t g = 0; g < kGroups; ++g) {

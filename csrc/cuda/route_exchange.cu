@@ -559,6 +559,15 @@ __device__ void sum_lower_blocks(const RouteExchangeKernel& k, const ExchangeSha
   }
 }
 
+// All blocks of the cluster have come here, and what they wrote to shared memory may be read.
+__device__ void meet() {
+  if (gridDim.x == 1) {
+    __syncthreads();
+  } else {
+    cooperative_groups::this_cluster().sync();
+  }
+}
+
 // Few tokens: all of route. The first block of the cluster talks to the peers; the others wait at a barrier.
 __device__ void route(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t round, Notes* notes,
                       Failure* failure) {
@@ -570,22 +579,24 @@ __device__ void route(const RouteExchangeKernel& k, const ExchangeShared& memory
   if (is_speaker() && leads) opened = open_round(k, notes, failure);
   opened = __syncthreads_and(opened);
   sum_warps(k, memory);
-  cluster.sync();
+  meet();
 
   if (!leads) sum_lower_blocks(k, memory);
   const bool places = leads && opened && exchange_sums(k, memory, round, notes, failure);
   if (leads && threadIdx.x == 0) notes->places = places;
-  cluster.sync();
+  meet();
 
   const bool takes = cluster.map_shared_rank(notes, 0)->places;
   if (takes && !leads) {
     const std::int64_t* base = cluster.map_shared_rank(memory.base, 0);
     for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) memory.base[e] += base[e];
   }
-  __syncthreads();
-  cluster.barrier_arrive();
+  if (gridDim.x != 1) {
+    __syncthreads();
+    cluster.barrier_arrive();
+  }
   if (takes && !is_speaker()) place_slots(k, memory);
-  cluster.barrier_wait();  // the first block's memory lasts until all have read it
+  if (gridDim.x != 1) cluster.barrier_wait();  // the first block's memory lasts until all have read it
 }
 
 // Shapes: one block. route_scratch [chunks, E] int32: counts in, prefixes over the chunks out; count_cells [R, E + 8]
@@ -637,8 +648,8 @@ std::size_t exchange_shared_bytes(std::int64_t num_experts) {
 void launch_route_fused(const RouteExchangeKernel& kernel, const Target& target) {
   const std::uint32_t num_blocks = num_fused_blocks(kernel.ids, target);
   const std::size_t nbytes = shared_bytes<true>(kernel.ids, kernel.num_experts, num_blocks);
-  launch("route_exchange_kernel<fused>", route_exchange_kernel<true>, {num_blocks, kThreads, nbytes, true}, kernel,
-         target.stream);
+  launch("route_exchange_kernel<fused>", route_exchange_kernel<true>, {num_blocks, kThreads, nbytes, num_blocks != 1},
+         kernel, target.stream);
 }
 
 void launch_route_exchange(const RouteExchangeKernel& kernel, const Target& target) {
