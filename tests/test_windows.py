@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import stat
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Pool, Ranks, raised, size_of
 from rounds import assert_same, draw_inputs
 from routings import base_config, named_case
@@ -19,6 +21,7 @@ import epbuf
 from epbuf import _C
 from epbuf.errors import ConfigError, NativeError
 from epbuf.windows import host
+from epbuf.windows.torch_symm import AlignedStore
 
 SHARED = Path("/dev/shm")
 MIB = 1 << 20
@@ -223,3 +226,16 @@ def test_two_arenas_over_one_group(pool: Pool) -> None:
     """Arenas of one group work side by side."""
     for ys in zip(*pool.run(2, _two_at_once), strict=True):
         assert_right(list(ys))
+
+
+def test_ranks_with_other_histories_meet_in_an_aligned_store() -> None:
+    """torch numbers exchanges per process: the seventh of one rank is the third of another, and they must meet."""
+    base = dist.HashStore()
+    first, second = (dist.PrefixStore("p", AlignedStore(base)) for _ in range(2))  # called from C++, as torch does
+    for round_number in range(2):
+        first.set(f"SymmetricMemory/{7 + round_number}/0", f"from 0 in {round_number}")
+        second.set(f"SymmetricMemory/{3 + round_number}/1", f"from 1 in {round_number}")
+        first.wait([f"SymmetricMemory/{7 + round_number}/1"], timedelta(seconds=1))
+        assert first.get(f"SymmetricMemory/{7 + round_number}/1") == f"from 1 in {round_number}".encode()
+        assert second.get(f"SymmetricMemory/{3 + round_number}/0") == f"from 0 in {round_number}".encode()
+    assert not second.check(["SymmetricMemory/5/0"])

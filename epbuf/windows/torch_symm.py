@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
+import re
+import uuid
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from epbuf.errors import ConfigError, NativeError
 from epbuf.windows.device import device_bytes
 from epbuf.windows.group import Group, TorchGroup
+
+
+class AlignedStore(dist.Store):
+    """A store for one rendezvous, in which its ranks find each other whatever rendezvous each was in before.
+
+    torch numbers the exchanges of a process, over all its groups, and puts the number into the keys: a rank that has
+    taken part in more of them than its peers waits for ever. Here the first exchange has number 0 on every rank.
+
+    Source of the keys, `PREFIX/NUMBER/RANK`: torch/csrc/distributed/c10d/symm_mem, torch 2.11 to 2.14.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: int | None = None
+
+    def _aligned(self, key: str) -> str:
+        found = re.fullmatch(r"(.*/)?(\d+)/(\d+)", key)
+        if found is None:
+            return key
+        number = int(found[2])
+        self._first = number if self._first is None else self._first
+        return f"{found[1] or ''}{number - self._first}/{found[3]}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._aligned(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._aligned(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check([self._aligned(key) for key in keys])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        aligned = [self._aligned(key) for key in keys]
+        self._store.wait(aligned) if timeout is None else self._store.wait(aligned, timeout)
+
+
+def _register(group: TorchGroup) -> tuple[str, AlignedStore]:
+    """Give torch's symmetric memory the group under a name that is used for one rendezvous. Collective."""
+    name = f"epbuf-{group.all_gather(uuid.uuid4().hex)[0]}"
+    store = AlignedStore(dist.PrefixStore(name, dist.distributed_c10d._get_process_group_store(group.process_group)))
+    torch._C._distributed_c10d._SymmetricMemory.set_group_info(name, group.rank, group.size, store)
+    return name, store
 
 
 class TorchSymmWindow:
@@ -30,7 +78,8 @@ class TorchSymmWindow:
         if not isinstance(group, TorchGroup):
             raise ConfigError('window="torch_symm" needs a torch process group; for one rank take window="local"')
         self._tensor = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-        self._handle: Any = symmetric.rendezvous(self._tensor, group.process_group)
+        name, self._store = _register(group)
+        self._handle: Any = torch._C._distributed_c10d._SymmetricMemory.rendezvous(self._tensor, name)
         if self._handle is None or len(self._handle.buffer_ptrs) != group.size:
             raise NativeError(
                 "torch.distributed._symmetric_memory.rendezvous gave no peer addresses: are all ranks' GPUs in one "
