@@ -65,6 +65,13 @@ class TokenDtype(enum.IntEnum):
     FP16 = 1
     FP32 = 2
 
+class Format(enum.IntEnum):
+    SAME = 0
+    MXFP8 = 1
+    FP8_BLOCK128 = 2
+    NVFP4 = 3
+    RAW = 4
+
 class ErrorRecord:
     status: int
     op: int
