@@ -116,7 +116,8 @@ EPBUF_HOST_DEVICE float decode_e8m0(std::uint8_t scale) {
 }
 
 // fp8_block128: a block of 128 E4M3 with one float32.
-// The scale is amax / 448; 1 where that is zero. An infinity gives an infinite scale, so that no element of its block stays a number.
+// The scale is amax / 448; 1 where that is zero. An infinity gives an infinite scale, so that no element of its block
+// stays a number.
 EPBUF_HOST_DEVICE float block128_scale(std::uint32_t amax) {
   const float scale = float_of(amax) / kE4m3Max;
   return scale == 0.0f ? 1.0f : scale;
@@ -124,9 +125,10 @@ EPBUF_HOST_DEVICE float block128_scale(std::uint32_t amax) {
 
 EPBUF_HOST_DEVICE std::uint8_t encode_block128(float value, float scale) { return encode_e4m3(value / scale); }
 
-// nvfp4: a block of 16 E2M1 with one E4M3, and one float32 for the whole row. E2M1 is 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; the even element of a pair is the lower half of its byte.
-// Source: OCP MX v1.0, section 5.3.3 (E2M1). Scale and elements are the nearest to the exact quotients, ties to even:
-// what float arithmetic would round on the way is kept in double or in comparisons.
+// nvfp4: a block of 16 E2M1 with one E4M3, and one float32 for the whole row. E2M1 is 0, 0.5, 1, 1.5, 2, 3, 4, 6 and
+// their negatives; the even element of a pair is the lower half of its byte. Source: OCP MX v1.0, section 5.3.3 (E2M1).
+// Scale and elements are the nearest to the exact quotients, ties to even: what float arithmetic would round on the way
+// is kept in double or in comparisons.
 
 constexpr float kE2m1Max = 6.0f;
 
@@ -208,8 +210,8 @@ EPBUF_HOST_DEVICE std::int64_t blocked_scale_offset(std::int64_t row, std::int64
 EPBUF_HOST_DEVICE float dequantise(float value, float scale, float limit) {
   const float product = value * scale;
   const std::uint32_t sign = bits_of(product) & 0x80000000u;
-  const bool overflows = magnitude_of(scale) < kInfBits && magnitude_of(value) < kInfBits &&
-                         magnitude_of(product) > bits_of(limit);
+  const bool overflows =
+      magnitude_of(scale) < kInfBits && magnitude_of(value) < kInfBits && magnitude_of(product) > bits_of(limit);
   return float_of(select(overflows, bits_of(limit) | sign, bits_of(product)));
 }
 

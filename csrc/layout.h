@@ -220,8 +220,8 @@ struct RouteCall {
 
 // Push rows into the peers' slots, zero own padding (data, scales and row scales), publish and await ARRIVED.
 // Rows are encoded on the way, unless the format is kSame or kRaw or `scales` says that they are encoded already: then
-// `rows` are [T, row_bytes], `scales` [T, scale_bytes] row by row whatever the layout, `row_scales` [T] float32 (nvfp4).
-// Forward: frame's round, recv_tokens. Backward (combine backward): ACK, GO, grad_expert_out of `workspace`.
+// `rows` are [T, row_bytes], `scales` [T, scale_bytes] row by row whatever the layout, `row_scales` [T] float32
+// (nvfp4). Forward: frame's round, recv_tokens. Backward (combine backward): ACK, GO, grad_expert_out of `workspace`.
 struct DispatchCall {
   std::int32_t frame, workspace;
   std::uint32_t refusal;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -68,12 +69,14 @@ class Received:
         refuse_while_recording(arena.book, "trim()", "use recv.offs or row_mask(), which stay on the device")
         num_rows = int(self.offs[-1].item())
         state.num_rows = min(max(num_rows, arena.plan.config.expert_alignment), arena.plan.capacity_rows)
-        parts = {name: getattr(self, name) for name in ("tokens", "scales", "row_scales", "topk_weights")}
-        cut = {name: None if part is None else part[: state.num_rows] for name, part in parts.items()}
-        if num_rows == 0:  # no zone was written: what the views show is garbage
-            cut = {name: None if part is None else _zeros_through(part) for name, part in cut.items()}
-        carrier = cut["tokens"] if self.carrier is self.tokens else self.carrier[: state.num_rows]
-        return replace(self, carrier=carrier, **cut)
+        cut = partial(_first, num_rows=state.num_rows, are_written=num_rows > 0)
+        tokens = cut(self.tokens)
+        carrier = tokens if self.carrier is self.tokens else self.carrier[: state.num_rows]
+        return replace(
+            self, tokens=tokens, carrier=carrier, topk_weights=cut(self.topk_weights),
+            scales=None if self.scales is None else cut(self.scales),
+            row_scales=None if self.row_scales is None else cut(self.row_scales),
+        )  # fmt: skip
 
     def dequantize(self) -> torch.Tensor:
         """Return rows in the token dtype, differentiable (straight through); `tokens` itself for payload "same".
@@ -472,13 +475,14 @@ def _trimmed(arena: Arena, frame: int, region: torch.Tensor, num_rows: int) -> t
     if num_rows == arena.capacity_rows:
         return region
     tail = torch.arange(num_rows, device=region.device) >= arena.region("offs", frame)[-1]
-    rows = _as_bytes(region[:num_rows])
-    return rows.masked_fill(tail.view(-1, *[1] * (region.ndim - 1)), 0).view(region.dtype)
+    return _zero_where(tail.view(-1, *[1] * (region.ndim - 1)), region[:num_rows])
 
 
-def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows of a dtype that torch cannot compute with as bytes; any other rows as they are."""
-    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
+def _zero_where(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows with zeros under a mask: differentiable, but for dtypes that torch cannot compute with."""
+    if rows.element_size() > 1:
+        return rows.masked_fill(mask, 0)
+    return rows.view(torch.uint8).masked_fill(mask, 0).view(rows.dtype)
 
 
 def _lasting_view(arena: Arena, region: torch.Tensor) -> torch.Tensor:
@@ -489,7 +493,9 @@ def _lasting_view(arena: Arena, region: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def _zeros_through(rows: torch.Tensor) -> torch.Tensor:
-    """Return zeros that stay connected to `rows` in the autograd graph."""
-    nothing = torch.ones((), dtype=torch.bool, device=rows.device)
-    return _as_bytes(rows).masked_fill(nothing, 0).view(rows.dtype)
+def _first(rows: torch.Tensor, num_rows: int, are_written: bool) -> torch.Tensor:
+    """Return a view of the first rows, or zeros that stay connected to them in the autograd graph."""
+    view = rows[:num_rows]
+    if are_written:
+        return view
+    return _zero_where(torch.ones((), dtype=torch.bool, device=rows.device), view)

@@ -202,8 +202,8 @@ def _brings_encoded(arena: Arena, sent: Tokens) -> bool:
         refuse(
             _C.Refusal.DTYPE,
             ConfigError(
-                f"x_scales was given with x of {_word(sent.x.dtype)}; rows that are already {payload.format} have dtype "
-                f"{_word(data.dtype)}. Pass those, or leave x_scales out and epbuf quantises x"
+                f"x_scales was given with x of {_word(sent.x.dtype)}; rows that are {payload.format} already have "
+                f"dtype {_word(data.dtype)}. Pass those, or leave x_scales out and epbuf quantises x"
             ),
         )
     return payload.format == "raw" or sent.x.dtype == data.dtype
@@ -234,7 +234,9 @@ def _check_has(payload: Payload, what: str, scales: torch.Tensor | None, wanted:
     if wanted and scales is None:
         refuse(
             _C.Refusal.ARGUMENT,
-            ConfigError(f'dispatch_payload="{payload.format}" with rows that are encoded already needs {what}; pass it'),
+            ConfigError(
+                f'dispatch_payload="{payload.format}" with rows that are encoded already needs {what}; pass it'
+            ),
         )
     if scales is not None and not wanted:
         refuse(

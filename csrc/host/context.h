@@ -44,8 +44,8 @@ class Context {
   BackwardCounters& backward_counters(std::int32_t workspace) const;
 
   const std::int64_t* slot_map(std::int32_t frame) const;
-  const std::int32_t* offs(std::int32_t frame) const;    // [L]
-  std::int64_t num_live_rows(std::int32_t frame) const;  // offs[-1]
+  const std::int32_t* offs(std::int32_t frame) const;     // [L]
+  std::int64_t num_live_rows(std::int32_t frame) const;   // offs[-1]
   std::int64_t row_bytes(const RowFormat& format) const;  // data of one row
   void check_num_tokens(std::int32_t num_tokens) const;
 
