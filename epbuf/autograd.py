@@ -298,7 +298,7 @@ class _Combine(torch.autograd.Function):
         moved = arena.moved_grads(workspace)
         grad_weights = arena.region("grad_recv_topk_weights", workspace) if ctx.weighted else None
         decodes = arena.grad_payload.format != "same" and not ctx.raw_grad
-        decoded = _token_rows(arena, arena.capacity_rows) if decodes else None
+        decoded = _token_rows(arena, ctx.num_rows) if decodes else None
         expert_out = weights = None
         if ctx.weighted:
             expert_out, weights = ctx.saved_tensors[1:]
@@ -312,10 +312,7 @@ class _Combine(torch.autograd.Function):
             grad_weights = _first_rows(arena, ticket, grad_weights, ctx.num_rows)
         if ctx.raw_grad:
             return arena.carrier(ctx.frame, workspace)[: ctx.num_rows], grad_weights, None, None, None
-        if decoded is not None:
-            rows = decoded if ctx.num_rows == arena.capacity_rows else _first_rows(arena, ticket, decoded, ctx.num_rows)
-        else:
-            rows = _first_rows(arena, ticket, moved.data, ctx.num_rows)
+        rows = _first_rows(arena, ticket, moved.data, ctx.num_rows) if decoded is None else decoded
         return rows, grad_weights, None, None, None
 
 

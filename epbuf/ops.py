@@ -307,8 +307,7 @@ def combine_backward(
     outcome = arena.engine.combine_backward(place, grad, expects_open)
     _settle(arena, outcome, attempt, "combine backward")
     if grad_rows is not None:
-        arena.engine.decode(place, moved, grad_rows, is_grad=True)
-        increment_version(grad_rows)
+        _decode(arena, place, moved, grad_rows, is_grad=True)
     if expert_out is not None and topk_weights is not None and grad_topk_weights is not None:
         arena.engine.weight_grad(place, expert_out, topk_weights, grad_topk_weights, grad_rows)
         increment_version(grad_topk_weights)
@@ -370,9 +369,14 @@ def decode(
             "dispatch to combine; call it before, or plan save_recv=True"
         )
     arena.book.touch(state.frame, state.recorded_in)
+    _decode(arena, Place(state.frame, -1), Encoded(tokens, scales, row_scales), out, is_grad=False)
+
+
+def _decode(arena: Arena, place: Place, rows: Encoded, out: torch.Tensor, *, is_grad: bool) -> None:
+    """Decode rows below offs[-1]; of fewer rows than C, those of trim(), the others become 0."""
     if out.shape[0] != arena.capacity_rows:
         out.zero_()
-    arena.engine.decode(Place(state.frame, -1), Encoded(tokens, scales, row_scales), out, is_grad=False)
+    arena.engine.decode(place, rows, out, is_grad=is_grad)
     increment_version(out)
 
 

@@ -368,7 +368,7 @@ def _signed(codes: Tensor, values: Tensor, sign: int) -> Tensor:
 
 def _cut(rows: Tensor, payload: Payload) -> Tensor:
     """Cut rows into blocks. Shapes: rows [rows, H]; result [rows, H / block, block]."""
-    return rows.reshape(len(rows), -1, payload.scale_block)
+    return rows.reshape(len(rows), rows.shape[1] // payload.scale_block, payload.scale_block)
 
 
 def _powers(scales: Tensor) -> Tensor:
