@@ -47,7 +47,7 @@ class Arena:
         token_dtype, hidden, num_topk, max_tokens_per_rank, capacity_rows: of the plan, at hand for every op's checks.
         row_strides: (H, 1), of rows without gaps.
         recv_payload, grad_payload: formats of dispatch and of combine's backward.
-        num_scales: block scales of a dispatched row, without padding.
+        num_scales, recv_scale_dtype: block scales of a dispatched row, without padding; None when it has none.
         recv_in_frame: whether recv_tokens lies in the frame, not in the forward workspace.
         routing_views, views: made once and kept as long as the arena; by frame, and of other regions by address.
         may_refuse_result: whether an eager dispatch may raise once its round is complete.
@@ -100,6 +100,8 @@ class Arena:
         self.recv_in_frame = any(r.name == "recv_tokens" and r.lifetime == "frame" for r in plan.regions)
         self.recv_payload, self.grad_payload = config.dispatch_payload, config.combine_grad_payload
         self.num_scales = plan.num_scales
+        dtypes = {region.name: getattr(torch, region.dtype) for region in plan.regions}
+        self.recv_scale_dtype: torch.dtype | None = dtypes.get("recv_scales")
         self.may_refuse_result = config.validate_ids or config.overflow_policy == "error"
 
     @classmethod
@@ -161,13 +163,16 @@ class Arena:
         return self._routed[frame]
 
     def received(self, index: int) -> Encoded:
-        """Return the regions that dispatch fills, of a frame or, with save_recv=False, of a forward workspace."""
+        """Return the regions that dispatch fills, of a frame or, with save_recv=False, of a forward workspace.
+
+        Scales of one byte as uint8.
+        """
         if self._closed:
             self.require_open("recv_tokens")
         return self._received[index]
 
     def moved_grads(self, workspace: int) -> Encoded:
-        """Return the regions that combine's backward fills."""
+        """Return the regions that combine's backward fills; scales of one byte as uint8."""
         if self._closed:
             self.require_open("grad_expert_out")
         return self._moved_grads[workspace]
@@ -607,12 +612,21 @@ def _owner(region: Region, plan: Plan) -> Region:
 
 
 def _encoded(regions: dict[str, list[torch.Tensor]], data: str, prefix: str) -> list[Encoded]:
-    """Return the regions of rows in one payload, by index; a payload without scales has none of theirs."""
+    """Return the regions of rows in one payload, by index; a payload without scales has none of theirs.
+
+    Scales of one byte are bytes here: inductor drops ops that take float8_e8m0fnu
+    (torch/_inductor/lowering.py of torch 2.13, unsupported_input_tensor).
+    """
     scales, row_scales = regions.get(f"{prefix}scales"), regions.get(f"{prefix}row_scales")
     return [
-        Encoded(tensor, scales[i] if scales else None, row_scales[i] if row_scales else None)
+        Encoded(tensor, as_bytes(scales[i]) if scales else None, row_scales[i] if row_scales else None)
         for i, tensor in enumerate(regions.get(data, []))
     ]
+
+
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of a one-byte dtype, with which torch cannot compute, as bytes; any other rows as they are."""
+    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
 
 
 def _make_tensor(region: Region, window: Window) -> torch.Tensor:

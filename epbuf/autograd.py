@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from epbuf import _C, ops
-from epbuf.arena import Arena
+from epbuf.arena import Arena, as_bytes
 from epbuf.checks import Tokens, are_placed, check_out_grad, check_places, check_raw_grad
 from epbuf.engine import Encoded
 from epbuf.errors import ConfigError, LeaseError
@@ -91,9 +91,8 @@ class Received:
         """
         if self.carrier is self.tokens:
             return self.tokens
-        return cast(
-            torch.Tensor, _apply(_Dequantize, self.carrier, self.tokens, self.scales, self.row_scales, self.ticket)
-        )
+        scales = None if self.scales is None else as_bytes(self.scales)
+        return cast(torch.Tensor, _apply(_Dequantize, self.carrier, self.tokens, scales, self.row_scales, self.ticket))
 
     def row_mask(self) -> torch.Tensor:
         """Tell which rows are true rows: neither padding nor past the last zone.
@@ -140,6 +139,8 @@ def dispatch(
         if row_scales is not None:
             optional["the row scales of x_scales"] = row_scales
         _refuse(lease, ops.refuse_dispatch, lambda: check_places(arena, needed, optional))
+    if torch.compiler.is_compiling() and isinstance(scales, torch.Tensor) and scales.dtype == arena.recv_scale_dtype:
+        scales = as_bytes(scales)
     sent = Tokens(x, topk_idx, topk_weights, cast(torch.Tensor, scales), row_scales, num_tokens)
     if _records():
         carrier, weights, ticket = _apply(_Dispatch, arena.anchor, x, topk_weights, sent, lease)
@@ -217,7 +218,9 @@ def _behind(arena: Arena, frame: int, workspace: int, num_rows: int) -> tuple[to
             "backward to dispatch backward; unpack it in the backward of the experts"
         )
     moved = arena.moved_grads(workspace)
-    scales = None if moved.scales is None else moved.scales[:, : arena.plan.num_grad_scale_columns]
+    scales = None
+    if moved.scales is not None:
+        scales = arena.region("grad_expert_out_scales", workspace)[:, : arena.plan.num_grad_scale_columns]
     parts = (moved.data, scales, moved.row_scales)
     views = [None if part is None else _trimmed(arena, frame, part.detach(), num_rows) for part in parts]
     return tuple(views if moved.row_scales is not None else views[:2])
@@ -363,7 +366,9 @@ def _received_views(
     if arena.recv_payload.format == "same":
         return carrier, None, None
     filled = arena.received(_recv_index(arena, frame))
-    scales = None if filled.scales is None else filled.scales.detach()[:, : arena.plan.num_scale_columns]
+    scales = None
+    if filled.scales is not None and arena.recv_scale_dtype is not None:
+        scales = filled.scales.detach().view(arena.recv_scale_dtype)[:, : arena.plan.num_scale_columns]
     return filled.data.detach(), scales, None if filled.row_scales is None else filled.row_scales.detach()
 
 

@@ -216,15 +216,17 @@ def _check_encoded(arena: Arena, sent: Tokens) -> torch.Tensor:
     num_scales = arena.num_scales
     _check_has(payload, "x_scales", sent.x_scales, num_scales > 0)
     _check_has(payload, "row scales, x_scales=(scales, row_scales)", sent.x_row_scales, like.row_scales is not None)
-    if sent.x_scales is not None and like.scales is not None:
-        scales = _shaped("x_scales", sent.x_scales, (x.shape[0], num_scales), like.scales.dtype)
+    if sent.x_scales is not None and arena.recv_scale_dtype is not None:
+        is_byte = arena.recv_scale_dtype.itemsize == 1
+        dtypes = (arena.recv_scale_dtype, torch.uint8) if is_byte else (arena.recv_scale_dtype,)
+        scales = _shaped("x_scales", sent.x_scales, (x.shape[0], num_scales), dtypes)
         if scales.shape[0] and scales.shape[1] > 1 and scales.stride(1) != 1:
             refuse(
                 _C.Refusal.STRIDES,
                 ConfigError(f"x_scales has strides {tuple(scales.stride())}; its rows must be dense: .contiguous()"),
             )
     if sent.x_row_scales is not None:
-        row_scales = _shaped("the row scales of x_scales", sent.x_row_scales, (x.shape[0],), torch.float32)
+        row_scales = _shaped("the row scales of x_scales", sent.x_row_scales, (x.shape[0],), _WEIGHT_DTYPES)
         if not row_scales.is_contiguous():
             refuse(_C.Refusal.STRIDES, ConfigError("the row scales of x_scales must be contiguous; .contiguous()"))
     return x
@@ -245,7 +247,7 @@ def _check_has(payload: Payload, what: str, scales: torch.Tensor | None, wanted:
         )
 
 
-def _shaped(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _shaped(name: str, value: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
     tensor = _tensor(name, value)
     _check_memory(name, tensor)
     if tensor.shape != shape:
@@ -253,7 +255,7 @@ def _shaped(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype
             _C.Refusal.SHAPE,
             ConfigError(f"{name} must have shape {list(shape)}, found {list(tensor.shape)}"),
         )
-    _check_kind(name, tensor, (dtype,))
+    _check_kind(name, tensor, dtypes)
     if tensor.data_ptr() % tensor.element_size():
         refuse(
             _C.Refusal.ALIGNMENT,
