@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -462,6 +463,125 @@ def _mixed(rank: int, group: Any) -> tuple[list[Tensor], int]:
 def test_ranks_may_differ_in_who_encodes() -> None:
     for rank, (parts, end) in enumerate(virtual(2, _mixed)):
         assert_received(parts, expected(case_of("mxfp8"), "x", Payload.mxfp8())[rank], end)
+
+
+def _faults(case: Case) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return wrong arguments of rank 1, and what it must say about them."""
+    bf16, (data, scales) = draw_inputs(case, 1, False).x, encoded_inputs(case, 1)
+    e4m3 = scales.view(torch.float8_e4m3fn)
+    unaligned = torch.zeros(data.numel() + 16, dtype=torch.uint8)[1:][: data.numel()].view(data.dtype).view(data.shape)
+    return {
+        "data_without_scales": ({"x": data}, r"mxfp8.*needs x_scales"),
+        "scales_without_data": ({"x": bf16, "x_scales": scales}, r"bfloat16.*float8_e4m3fn"),
+        "other_data": ({"x": data.view(torch.float8_e5m2)}, r"float8_e5m2.*bfloat16"),
+        "other_scales": ({"x": data, "x_scales": e4m3}, r"x_scales.*float8_e4m3fn.*float8_e8m0fnu"),
+        "scales_of_other_blocks": ({"x": data, "x_scales": scales[:, :2].contiguous()}, r"\[12, 4\].*\[12, 2\]"),
+        "scales_of_fewer_tokens": ({"x": data, "x_scales": scales[:5]}, r"\[12, 4\].*\[5, 4\]"),
+        "scales_by_columns": ({"x": data, "x_scales": scales.t().contiguous().t()}, r"x_scales.*strides"),
+        "row_scales": ({"x": data, "x_scales": (scales, torch.ones(12))}, r"mxfp8.*row.scales.*drop"),
+        "three_scales": ({"x": data, "x_scales": (scales, scales, scales)}, r"x_scales.*tuple"),
+        "fewer_columns": ({"x": data[:, :64], "x_scales": scales}, r"128.*64"),
+        "misaligned": ({"x": unaligned, "x_scales": scales}, r"16 bytes"),
+        "fp32": ({"x": bf16.float()}, r"float32.*bfloat16"),
+    }
+
+
+FAULTS = tuple(_faults(case_of("mxfp8")))
+
+
+def _faulty(rank: int, group: Any, name: str) -> tuple[str, Tensor]:
+    case = case_of("mxfp8")
+    arguments = {"x": draw_inputs(case, rank, False).x, "topk_idx": case.topk_idx[rank]}
+    with open_arena(case, group) as arena, arena.acquire() as lease, torch.no_grad():
+        wrong = _faults(case)[name][0] if rank == 1 else {}
+        before = plain(lease.recv_tokens)
+        message = raised(ConfigError, lambda: epbuf.dispatch(lease, **(arguments | wrong)))
+        assert torch.equal(plain(lease.recv_tokens), before)
+        recv = epbuf.dispatch(lease, **arguments)
+        y = epbuf.combine(lease, recv.dequantize())
+        del recv
+    return message, y
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_wrong_encoded_input_is_refused_on_every_rank(name: str) -> None:
+    """What was asked, found, and what to do; nothing moved, and the next call is right."""
+    (told, _), (said, _) = results = virtual(2, _faulty, name)
+    assert re.search(_faults(case_of("mxfp8"))[name][1], said, re.DOTALL), said
+    assert "rank 1 refused dispatch" in told
+    for (_, y), wanted in zip(results, virtual(2, _identity, case_of("mxfp8")), strict=True):
+        assert torch.equal(y, wanted)
+
+
+def test_nvfp4_needs_both_scales() -> None:
+    case = case_of("nvfp4", num_ranks=1)
+    data, (scales, _) = encoded_inputs(case, 0)
+    with open_arena(case, None) as arena, arena.acquire() as lease, torch.no_grad():
+        message = raised(ConfigError, lambda: epbuf.dispatch(lease, data, case.topk_idx[0], x_scales=scales))
+        assert "x_scales=(scales, row_scales)" in message
+
+
+def test_raw_rows_are_bytes() -> None:
+    """raw takes uint8 rows of its size, with scales if and only if the payload has them."""
+    case = named_case("some_negative", 1, 16, hidden=128, dispatch_payload=Payload.raw(48, 16))
+    rows, scales = torch.zeros(12, 48, dtype=torch.uint8), torch.zeros(12, 16, dtype=torch.uint8)
+    bf16, ids = torch.zeros(12, 128, dtype=torch.bfloat16), case.topk_idx[0]
+    with open_arena(case, None) as arena, arena.acquire() as lease, torch.no_grad():
+        for x, x_scales, says in (
+            (bf16, scales, r"\[rows, 48\].*\[12, 128\]"),
+            (rows.to(torch.int8), scales, r"int8.*uint8"),
+            (rows, None, r"raw.*needs x_scales"),
+            (rows, scales[:, :8].contiguous(), r"\[12, 16\].*\[12, 8\]"),
+        ):
+            assert re.search(
+                says, raised(ConfigError, functools.partial(epbuf.dispatch, lease, x, ids, x_scales=x_scales))
+            )
+        recv = epbuf.dispatch(lease, rows, ids, x_scales=scales)
+        del recv
+
+
+def test_raw_gradients_with_weights_are_refused() -> None:
+    """raw_grad=True with topk_weights: on every rank, and the same call without either is right."""
+    case = case_of("mxfp8", num_ranks=1)
+    inputs = draw_inputs(case, 0, False)
+    with open_arena(case, None) as arena, arena.acquire() as lease:
+        recv = epbuf.dispatch(lease, inputs.x, inputs.topk_idx)
+        wrong = {"topk_weights": recv.topk_weights, "raw_grad": True}
+        message = raised(ConfigError, lambda: epbuf.combine(lease, inputs.expert_out, **wrong))
+        assert re.search(r"raw_grad=True with topk_weights.*mxfp8", message)
+        assert epbuf.combine(lease, inputs.expert_out).shape == (12, 128)
+        del recv
+
+
+def test_carve_refuses_what_it_cannot_cut() -> None:
+    """One byte short, one byte past an aligned address, another dtype or shape: an error with both numbers."""
+    plan = epbuf.Plan.build(case_of("mxfp8").config)
+    nbytes = plan.window_nbytes(32)
+    assert nbytes == 32 * (128 + 16)
+    buffer = torch.empty(nbytes + 16, dtype=torch.uint8)
+    for bad, says in (
+        (buffer[: nbytes - 1], rf"{nbytes} bytes for 32 rows.*{nbytes - 1}"),
+        (buffer[1:], r"multiple of 16 bytes.*1 past"),
+        (buffer.float(), r"uint8.*float32"),
+        (buffer[:nbytes].view(32, -1), r"\[32, 144\]"),
+        (bytearray(nbytes), r"torch tensor.*bytearray"),
+    ):
+        assert re.search(says, raised(ConfigError, functools.partial(plan.carve, bad, 32)))
+    data, scales = plan.carve(buffer[16:], 32)
+    assert (data.dtype, data.shape, scales.dtype, scales.shape, scales.stride()) == (
+        torch.float8_e4m3fn, (32, 128), torch.float8_e8m0fnu, (32, 4), (16, 1),
+    )  # fmt: skip
+    assert scales.data_ptr() == data.data_ptr() + data.nbytes == buffer.data_ptr() + 16 + 32 * 128
+
+
+def test_carve_gives_what_the_format_has() -> None:
+    """Scales are None for payload "same", and nvfp4 has row scales as a third view."""
+    buffer = torch.empty(2**16, dtype=torch.uint8)
+    same = epbuf.Plan.build(case_of("mxfp8", dispatch_payload="same").config).carve(buffer, 4)
+    assert same[0].shape == (4, 128) and same[0].dtype == torch.bfloat16 and same[1:] == (None,)
+    data, scales, row_scales = epbuf.Plan.build(case_of("nvfp4").config).carve(buffer, 4)
+    assert (data.shape, scales.shape, row_scales.shape) == ((4, 64), (4, 8), (4,))
+    assert row_scales.dtype == torch.float32 and row_scales.data_ptr() == buffer.data_ptr() + 4 * (64 + 16)
 
 
 def _raw(rank: int, group: Any, scale_row_bytes: int) -> tuple[dict[str, Any], Tensor, Tensor | None]:
