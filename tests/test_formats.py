@@ -11,13 +11,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import to_mx as torchao_to_mx
+from torchao.prototype.mx_formats.utils import to_blocked
 
 import epbuf
 from epbuf import Payload, reference
-
-torchao_mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-torchao_utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
-RCEIL = pytest.importorskip("torchao.prototype.mx_formats.config").ScaleCalculationMode.RCEIL
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("mxfp8", "fp8_block128", "nvfp4")
@@ -134,7 +133,7 @@ def to_mx(x: Tensor) -> reference.Quantised:
     blocks = x.float().view(len(x), -1, 32)
     has_infinity = blocks.isinf().any(2, keepdim=True)
     blocks = torch.where(has_infinity, torch.nan, blocks)
-    scales, data = torchao_mx.to_mx(blocks.flatten(1), torch.float8_e4m3fn, 32, RCEIL)
+    scales, data = torchao_to_mx(blocks.flatten(1), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
     data = data.view(torch.uint8)
     return reference.Quantised(torch.where(data == 0xFF, 0x7F, data), scales.view(torch.uint8))  # NaN has no sign here
 
@@ -159,7 +158,7 @@ def test_blocked_scales_equal_torchao(hidden: int) -> None:
     x = draw(wide, hidden, "bf16").repeat(25, 1)  # 150 rows: two tiles, the second of them mostly padding
     scales = torch.nn.functional.pad(to_mx(x).scales, (0, 0, 0, 256 - len(x)))
     encoded, rows = encode(Payload.mxfp8(scale_layout="blocked"), x)
-    wanted = torchao_utils.to_blocked(scales.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    wanted = to_blocked(scales.view(torch.float8_e8m0fnu)).view(torch.uint8)
     assert_bits(encoded.scales.flatten(), wanted.flatten(), "blocked scales")
     assert_bits(encoded.scales, reference.blocked(scales), "blocked scales of the reference")
     assert_bits(rows, encode(Payload.mxfp8(), x)[1], "rows decoded from blocked scales")
