@@ -122,7 +122,8 @@ def dispatch(
         topk_idx: [T, K] int32 or int64; negative: no expert.
         topk_weights: [T, K] float32, or None.
         x_scales: block scales of rows that are encoded already, [T, S] row by row whatever the scale_layout; for nvfp4
-            (block scales, row scales [T] float32); of a raw payload [T, scale_row_bytes] uint8.
+            (block scales, row scales [T] float32); of a raw payload [T, scale_row_bytes] uint8. Scales of one byte may
+            come as uint8.
         num_tokens: [1] int32 or int64 on the device; rows at or past it are ignored, their y, dx and dw are 0.
 
     Raises:

@@ -401,6 +401,50 @@ def test_raw_gradients_are_unpacked(word: str, trims: bool) -> None:
         assert seen["dx"].isfinite().all()
 
 
+class _Unpacking(torch.autograd.Function):
+    """Experts that copy the raw gradient's data into a tensor they are given."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, into: Tensor) -> Tensor:
+        ctx.into = into
+        return torch.zeros(carrier.shape, dtype=carrier.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.into.copy_(epbuf.unpack(grad)[0].view(torch.uint8))
+        return torch.ones(grad.shape, dtype=grad.dtype), None
+
+
+def _captured_raw(rank: int, group: Any) -> list[tuple[Tensor, Tensor]]:
+    case = case_of("mxfp8")
+    inputs = draw_inputs(case, rank, False)
+
+    def step(x: Tensor, ids: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        with arena.acquire() as lease:
+            x = x.detach().requires_grad_()
+            recv = epbuf.dispatch(lease, x, ids)
+            moved = torch.empty(recv.tokens.shape, dtype=torch.uint8)
+            y = epbuf.combine(lease, _Unpacking.apply(recv.carrier, moved), raw_grad=True)
+            (dx,) = torch.autograd.grad(y, x, dy)
+            return moved.masked_fill(~recv.row_mask()[:, None], 0), dx
+
+    def batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
+        ids = torch.where(inputs.topk_idx < 0, -1, (inputs.topk_idx + number) % case.config.num_experts)
+        return inputs.x, ids, inputs.dy * (1 + number)
+
+    with open_arena(case, group) as arena:
+        eager = [step(*batch(number)) for number in range(3)]
+        captured = epbuf.CapturedStep.capture(arena, step, batch(2))
+        replayed = [tuple(part.clone() for part in captured(*batch(number))) for number in range(3)]
+        captured.close()
+    return [pair for both in zip(eager, replayed, strict=True) for pair in zip(*both, strict=True)]
+
+
+def test_raw_gradients_in_a_captured_step() -> None:
+    for pairs in virtual(2, _captured_raw):
+        assert all(torch.equal(eager, replayed) for eager, replayed in pairs)
+
+
 def _ignored(rank: int, group: Any) -> Tensor:
     """Multiply experts' weights with a raw gradient as if it were rows."""
     case = case_of("mxfp8", "balanced")
@@ -722,6 +766,29 @@ def _layer(lease: epbuf.Lease, x: Tensor, ids: Tensor, weights: Tensor, scale: T
     recv = epbuf.dispatch(lease, x, ids, weights)
     rows = torch.where(recv.row_mask()[:, None], recv.dequantize(), 0) * scale
     return epbuf.combine(lease, rows, topk_weights=recv.topk_weights)
+
+
+def _given(lease: epbuf.Lease, x: Tensor, ids: Tensor, scales: Any) -> Tensor:
+    recv = epbuf.dispatch(lease, x, ids, x_scales=scales)
+    return epbuf.combine(lease, recv.dequantize())
+
+
+def _compiled_encoded(rank: int, group: Any, word: str) -> list[Tensor]:
+    case = case_of(word)
+    x, scales = encoded_inputs(case, rank)
+    torch._dynamo.reset()
+    with open_arena(case, group) as arena, torch.no_grad():
+        both = []
+        for function in (_given, torch.compile(_given, fullgraph=True, backend="inductor")):
+            with arena.acquire() as lease:
+                both.append(function(lease, x, case.topk_idx[rank].long(), scales))
+    return both
+
+
+@pytest.mark.parametrize("word", ["mxfp8", "nvfp4"])
+def test_compiled_dispatch_of_encoded_rows_equals_eager(word: str, pool: Pool) -> None:
+    for eager, compiled in pool.run(2, _compiled_encoded, word, limit_s=COMPILE_LIMIT_S):
+        assert torch.equal(eager, compiled)
 
 
 def _compiled(rank: int, group: Any, word: str) -> list[list[Tensor]]:
