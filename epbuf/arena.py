@@ -83,6 +83,7 @@ class Arena:
             (plan.schedule.num_frames, 1 + plan.schedule.num_workspaces), torch.nan, dtype=self.token_dtype,
             device=device,
         )  # fmt: skip
+        self._num_carried: dict[tuple[int, int], int] = {}
         self._lifetimes = {region.name: region.lifetime for region in plan.regions}
         self._base = window.peers[group.rank]
         self._end = self._base + plan.total_bytes
@@ -177,18 +178,24 @@ class Arena:
             self.require_open("grad_expert_out")
         return self._moved_grads[workspace]
 
-    def carrier(self, frame: int, workspace: int | None = None) -> torch.Tensor:
-        """Return what autograd runs through instead of encoded rows: received rows, or a workspace's gradients.
+    def carrier(self, frame: int) -> torch.Tensor:
+        """Return what autograd runs through instead of encoded rows that a frame received.
 
-        Each has a NaN of its own, by whose address `find_carried` tells them apart.
-
-        Shapes: [C, H] token dtype, strides (0, 0).
+        Shapes: [C, H] token dtype, strides (0, 0) over one NaN.
         """
-        nan = self._nans[frame, 0 if workspace is None else 1 + workspace]
-        return nan.expand(self.capacity_rows, self.hidden).detach()
+        return self._nans[frame, 0].expand(self.capacity_rows, self.hidden).detach()
+
+    def grad_carrier(self, frame: int, workspace: int, num_rows: int) -> torch.Tensor:
+        """Return what stands for encoded gradients of rows, and is found again by the address of its NaN.
+
+        Shapes: [num_rows, H] token dtype, strides (0, 0).
+        """
+        if not torch.compiler.is_compiling():
+            self._num_carried[frame, workspace] = num_rows
+        return self._nans[frame, 1 + workspace].expand(num_rows, self.hidden).detach()
 
     def find_carried(self, grad: torch.Tensor) -> tuple[int, int] | None:
-        """Return (frame, workspace) of the gradients behind a carrier; None for any other tensor."""
+        """Return (frame, workspace) of the gradients behind a whole carrier; None for any other tensor."""
         if grad.dtype != self.token_dtype or grad.device != self.device or grad.ndim != 2:
             return None
         if grad.stride() != (0, 0) or grad.shape[1] != self.hidden:
@@ -197,7 +204,8 @@ class Arena:
         if not 0 <= num_bytes < self._nans.nbytes:
             return None
         frame, column = divmod(num_bytes // self._nans.element_size(), self._nans.shape[1])
-        return (frame, column - 1) if column else None
+        place = frame, column - 1
+        return place if self._num_carried.get(place) == grad.shape[0] else None  # some of its rows have its address
 
     def new_token_rows(self, num_tokens: int) -> torch.Tensor:
         """Make an ordinary tensor for one row per token.

@@ -200,7 +200,7 @@ def unpack(grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     Shapes: data [rows of grad, H or packed], scales [rows, S] or None, and, for nvfp4 only, row_scales [rows] float32.
 
     Raises:
-        ConfigError: any other tensor, one that was computed from the gradient included.
+        ConfigError: any other tensor, also some rows of the gradient and what was computed from it.
         LeaseError: the workspace has ended.
     """
     for reference in _C.handle_objects():
@@ -315,7 +315,7 @@ class _Combine(torch.autograd.Function):
         if grad_weights is not None:
             grad_weights = _first_rows(arena, ticket, grad_weights, ctx.num_rows)
         if ctx.raw_grad:
-            return arena.carrier(ctx.frame, workspace)[: ctx.num_rows], grad_weights, None, None, None
+            return arena.grad_carrier(ctx.frame, workspace, ctx.num_rows), grad_weights, None, None, None
         rows = _first_rows(arena, ticket, moved.data, ctx.num_rows) if decoded is None else decoded
         return rows, grad_weights, None, None, None
 

@@ -329,6 +329,25 @@ def test_no_nan_comes_through_padding(word: str) -> None:
         assert all(result is not None and result.isfinite().all() for result in results)
 
 
+def _decoded_into(rank: int, group: Any, word: str) -> tuple[Tensor, int]:
+    case = case_of(word)
+    inputs = draw_inputs(case, rank, False)
+    with open_arena(case, group) as arena, arena.acquire() as lease, torch.no_grad():
+        poison(arena)
+        recv = epbuf.dispatch(lease, inputs.x, inputs.topk_idx)
+        out = torch.full(recv.carrier.shape, 7.0, dtype=torch.bfloat16)
+        torch.ops.epbuf.decode(out, recv.ticket, recv.tokens, recv.scales, recv.row_scales)
+        found = out, int(recv.offs[-1])
+        del recv
+    return found
+
+
+@every_payload
+def test_rows_behind_the_zones_are_not_decoded(word: str) -> None:
+    for out, end in virtual(2, _decoded_into, word):
+        assert end < len(out) and out[end:].eq(7.0).all() and out[:end].isfinite().all()
+
+
 def _trim(rank: int, group: Any, word: str, routing: str) -> dict[str, Any]:
     case = case_of(word, routing)
     inputs = draw_inputs(case, rank, False)
@@ -374,6 +393,7 @@ def _raw_gradient(rank: int, group: Any, word: str, trims: bool) -> dict[str, An
             seen["parts"] = copies(*epbuf.unpack(grad))
             seen["number"] = len(epbuf.unpack(grad))
             seen["derived"] = raised(ConfigError, lambda: epbuf.unpack(grad * 2))
+            seen["some_rows"] = raised(ConfigError, lambda: epbuf.unpack(grad[1:]))
             seen["grad"] = grad
             return inputs.grad_recv_tokens[: len(grad)]
 
@@ -397,7 +417,8 @@ def test_raw_gradients_are_unpacked(word: str, trims: bool) -> None:
         wanted = expected(case, "dy", case.config.combine_grad_payload)[rank]
         for mine, theirs in zip(seen["parts"], wanted, strict=True):
             assert len(mine) == seen["carrier"][2][0] and torch.equal(mine[: seen["end"]], theirs[: seen["end"]])
-        assert "raw_grad" in seen["derived"] and "backward workspace has ended" in seen["late"]
+        assert "raw_grad" in seen["derived"] and "raw_grad" in seen["some_rows"]
+        assert "backward workspace has ended" in seen["late"]
         assert seen["dx"].isfinite().all()
 
 
