@@ -93,11 +93,21 @@ template <typename T>
 
 // (element * block scale) is exact; the row scale rounds it, and the token dtype once more.
 template <typename T>
+[[gnu::always_inline]] inline void decode_nvfp4_block(const std::byte* data, float scale, float row_scale, T* row) {
+  float values[kNvfp4Block];
+  for (std::int64_t i = 0; i < kNvfp4Block / 2; ++i) {
+    values[2 * i] = decode_e2m1(static_cast<std::uint32_t>(data[i]) & 15u) * scale;
+    values[2 * i + 1] = decode_e2m1(static_cast<std::uint32_t>(data[i]) >> 4) * scale;
+  }
+  const float limit = float_of(kLimitBits<T>);
+  for (std::int64_t i = 0; i < kNvfp4Block; ++i) row[i] = from_float<T>(dequantise(values[i], row_scale, limit));
+}
+
+template <typename T>
 [[gnu::always_inline]] inline void decode_nvfp4(const EncodedRow& from, T* row, std::int64_t num_elems) {
-  for (std::int64_t i = 0; i < num_elems; ++i) {
-    const float scale = decode_e4m3(static_cast<std::uint8_t>(from.scales[i / kNvfp4Block]));
-    const float value = decode_e2m1(static_cast<std::uint32_t>(from.data[i / 2]) >> i % 2 * 4 & 15u) * scale;
-    row[i] = from_float<T>(dequantise(value, from.row_scale, float_of(kLimitBits<T>)));
+  for (std::int64_t begin = 0; begin < num_elems; begin += kNvfp4Block) {
+    const float scale = decode_e4m3(static_cast<std::uint8_t>(from.scales[begin / kNvfp4Block]));
+    decode_nvfp4_block(from.data + begin / 2, scale, from.row_scale, row + begin);
   }
 }
 
