@@ -119,13 +119,16 @@ void bind_layout(py::module_& m) {
 }
 
 void bind_geometry(py::module_& m) {
+  using F = RowFormat;
+  bind_struct<F>(m, "RowFormat", "format", &F::format, "is_blocked", &F::is_blocked, "row_bytes", &F::row_bytes,
+                 "scale_row_bytes", &F::scale_row_bytes, "scale_bytes", &F::scale_bytes);
   using G = Geometry;
   bind_struct<G>(m, "Geometry", "rank", &G::rank, "num_ranks", &G::num_ranks, "num_experts", &G::num_experts,
                  "num_local_experts", &G::num_local_experts, "num_topk", &G::num_topk, "hidden", &G::hidden,
                  "expert_alignment", &G::expert_alignment, "max_tokens_per_rank", &G::max_tokens_per_rank,
                  "token_dtype", &G::token_dtype, "max_num_sms", &G::max_num_sms, "capacity_rows", &G::capacity_rows,
                  "token_row_bytes", &G::token_row_bytes, "route_chunk_tokens", &G::route_chunk_tokens, "timeout_us",
-                 &G::timeout_us);
+                 &G::timeout_us, "recv", &G::recv, "grad", &G::grad);
 }
 
 void bind_calls(py::module_& m) {
@@ -156,7 +159,12 @@ void bind_calls(py::module_& m) {
   using W = WeightGradCall;
   bind_struct<W>(m, "WeightGradCall", "frame", &W::frame, "workspace", &W::workspace, "stream", &W::stream,
                  "expert_out", &W::expert_out, "expert_out_row_stride_bytes", &W::expert_out_row_stride_bytes,
-                 "weights", &W::weights, "grad_weights", &W::grad_weights);
+                 "weights", &W::weights, "grad_weights", &W::grad_weights, "grad_rows", &W::grad_rows);
+  using E = DecodeCall;
+  bind_struct<E>(m, "DecodeCall", "frame", &E::frame, "workspace", &E::workspace, "stream", &E::stream, "data",
+                 &E::data, "scales", &E::scales, "row_scales", &E::row_scales, "row_stride_bytes", &E::row_stride_bytes,
+                 "scales_row_stride_bytes", &E::scales_row_stride_bytes, "out", &E::out, "num_rows", &E::num_rows,
+                 "is_grad", &E::is_grad);
   using O = Outcome;
   bind_struct<O>(m, "Outcome", "status", &O::status, "refusing_rank", &O::refusing_rank, "refusal", &O::refusal,
                  "overflow", &O::overflow, "max_demand_rows", &O::max_demand_rows, "max_demand_rank",
@@ -208,12 +216,15 @@ void bind_enums(py::module_& m) {
                      "COPIED_REGION", kRefusalCopiedRegion, "INTERNAL", kRefusalInternal);
   bind_enum<Source>(m, "Source", "TENSOR", kSourceTensor, "WINDOW", kSourceWindow, "ZERO", kSourceZero);
   bind_enum<TokenDtype>(m, "TokenDtype", "BF16", kBf16, "FP16", kFp16, "FP32", kFp32);
+  bind_enum<Format>(m, "Format", "SAME", kSame, "MXFP8", kMxfp8, "FP8_BLOCK128", kFp8Block128, "NVFP4", kNvfp4, "RAW",
+                    kRaw);
   m.attr("ANY_WORKSPACE") = kAnyWorkspace;
   m.attr("COUNT_HEADER_CELLS") = kCountHeader;
 }
 
 void bind_host_engine(py::module_& m) {
   bind_engine<HostEngine>(m, "HostEngine")
+      .def("decode", &HostEngine::decode, py::call_guard<py::gil_scoped_release>())
       .def(py::init<const Geometry&, const ArenaOffsets&, std::vector<FrameOffsets>, std::vector<ForwardOffsets>,
                     std::vector<BackwardOffsets>, std::vector<std::uint64_t>>(),
            py::arg("geometry"), py::arg("arena_offsets"), py::arg("frames"), py::arg("forwards"), py::arg("backwards"),

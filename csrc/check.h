@@ -40,6 +40,13 @@ std::string concat(const Parts&... parts) {
     if (const ::epbuf::Status epbuf_status = (expression); epbuf_status != ::epbuf::Status::kOk) return epbuf_status; \
   } while (0)
 
+// Inlined everywhere, and by nvcc compiled for both sides.
+#if defined(__CUDACC__)
+#define EPBUF_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define EPBUF_HOST_DEVICE [[gnu::always_inline]] inline
+#endif
+
 #if defined(__SANITIZE_THREAD__)
 #define EPBUF_THREAD_SANITIZER 1
 #elif defined(__has_feature)

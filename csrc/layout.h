@@ -171,6 +171,17 @@ constexpr std::int32_t kMaxTopk = 64;
 
 enum TokenDtype : std::int32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 
+enum Format : std::int32_t { kSame = 0, kMxfp8 = 1, kFp8Block128 = 2, kNvfp4 = 3, kRaw = 4 };
+
+// How rows of one direction travel and lie in the receive regions. kSame ignores the sizes: rows of token_row_bytes.
+struct RowFormat {
+  std::int32_t format;           // Format
+  std::int32_t is_blocked;       // scales in 128x4 tiles (formats.h), else row by row
+  std::int64_t row_bytes;        // data of a row
+  std::int64_t scale_row_bytes;  // block scales of a row with their padding; 0: none
+  std::int64_t scale_bytes;      // block scales of a row without it
+};
+
 // What every op of an arena has in common.
 struct Geometry {
   std::int32_t rank, num_ranks, num_experts, num_local_experts, num_topk, hidden;
@@ -181,6 +192,8 @@ struct Geometry {
   std::int64_t token_row_bytes;     // hidden * itemsize
   std::int64_t route_chunk_tokens;  // tokens per row of route_scratch
   std::uint64_t timeout_us;
+  RowFormat recv;  // of dispatch
+  RowFormat grad;  // of combine backward
 };
 
 // Where a call's rows come from.
@@ -205,16 +218,18 @@ struct RouteCall {
   std::int32_t reserved;
 };
 
-// Push rows into the peers' slots, zero own padding, publish and await ARRIVED.
-// Forward: frame's round, recv_tokens. Backward (combine backward): ACK, GO, grad_expert_out of `workspace`.
+// Push rows into the peers' slots, zero own padding (data, scales and row scales), publish and await ARRIVED.
+// Rows are encoded on the way, unless the format is kSame or kRaw or `scales` says that they are encoded already: then
+// `rows` are [T, row_bytes], `scales` [T, scale_bytes] row by row whatever the layout, `row_scales` [T] float32
+// (nvfp4). Forward: frame's round, recv_tokens. Backward (combine backward): ACK, GO, grad_expert_out of `workspace`.
 struct DispatchCall {
   std::int32_t frame, workspace;
   std::uint32_t refusal;
   std::uint32_t check_progress;
   std::uint64_t stream;
-  std::uint64_t rows;  // [T, H]
+  std::uint64_t rows;  // [T, H], or encoded; 0: rows of zeros
   std::int64_t row_stride_bytes;
-  std::uint64_t scales, row_scales;  // an input already quantised; 0 otherwise
+  std::uint64_t scales, row_scales;  // of an encoded input; 0 otherwise
   std::int64_t scales_row_stride_bytes;
   std::uint64_t topk_weights;            // [T, K] float32; 0: ones (forward), unused (backward)
   std::int64_t topk_weights_row_stride;  // elements
@@ -244,7 +259,8 @@ struct CombineCall {
 };
 
 // Local, after combine backward of a weighted combine: for rows below offs[-1]
-//   grad_weights[row] = <expert_out[row], g[row]>, then g[row] *= weights[row] in place; g is grad_expert_out.
+//   grad_weights[row] = <expert_out[row], g[row]>, then g[row] *= weights[row] in place; g is grad_expert_out, or
+//   `grad_rows` when gradients travel encoded.
 struct WeightGradCall {
   std::int32_t frame, workspace;
   std::uint64_t stream;
@@ -252,6 +268,19 @@ struct WeightGradCall {
   std::int64_t expert_out_row_stride_bytes;
   std::uint64_t weights;       // [C] float32
   std::uint64_t grad_weights;  // [C] float32, written below offs[-1]
+  std::uint64_t grad_rows;     // [C, H] token dtype, contiguous; 0: grad_expert_out of the workspace
+};
+
+// Local: rows below offs[-1] and num_rows, from a quantised format back to the token dtype. Other rows are not read.
+struct DecodeCall {
+  std::int32_t frame, workspace;
+  std::uint64_t stream;
+  std::uint64_t data, scales, row_scales;  // as they lie in the receive regions
+  std::int64_t row_stride_bytes, scales_row_stride_bytes;
+  std::uint64_t out;  // [num_rows, H], contiguous
+  std::int64_t num_rows;
+  std::uint32_t is_grad;  // in which format: 0 that of dispatch, 1 that of combine backward
+  std::uint32_t reserved;
 };
 
 // What a host call answers at once. On CUDA only `status` kPoisoned is known at the call; the rest is read by check().

@@ -65,6 +65,13 @@ class TokenDtype(enum.IntEnum):
     FP16 = 1
     FP32 = 2
 
+class Format(enum.IntEnum):
+    SAME = 0
+    MXFP8 = 1
+    FP8_BLOCK128 = 2
+    NVFP4 = 3
+    RAW = 4
+
 class ErrorRecord:
     status: int
     op: int
@@ -170,6 +177,14 @@ class BackwardOffsets:
     grad_recv_topk_weights: int
     def __init__(self) -> None: ...
 
+class RowFormat:
+    format: int
+    is_blocked: int
+    row_bytes: int
+    scale_row_bytes: int
+    scale_bytes: int
+    def __init__(self) -> None: ...
+
 class Geometry:
     rank: int
     num_ranks: int
@@ -185,6 +200,8 @@ class Geometry:
     token_row_bytes: int
     route_chunk_tokens: int
     timeout_us: int
+    recv: RowFormat
+    grad: RowFormat
     def __init__(self) -> None: ...
 
 class RouteCall:
@@ -288,6 +305,21 @@ class WeightGradCall:
     expert_out_row_stride_bytes: int
     weights: int
     grad_weights: int
+    grad_rows: int
+    def __init__(self) -> None: ...
+
+class DecodeCall:
+    frame: int
+    workspace: int
+    stream: int
+    data: int
+    scales: int
+    row_scales: int
+    row_stride_bytes: int
+    scales_row_stride_bytes: int
+    out: int
+    num_rows: int
+    is_grad: int
     def __init__(self) -> None: ...
 
 class Outcome:
@@ -330,6 +362,7 @@ class HostEngine(_Engine):
         backwards: list[BackwardOffsets],
         peers: list[int],
     ) -> None: ...
+    def decode(self, call: DecodeCall, /) -> Outcome: ...
 
 class HostSegment:
     """Memory of one window; exports its bytes as a writable buffer, which keeps it mapped."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from epbuf import _C
-from epbuf.engine import TOKEN_DTYPES, Engine, describe_progress, failure, open_engine, peer_error
+from epbuf.engine import TOKEN_DTYPES, Encoded, Engine, describe_progress, failure, open_engine, peer_error
 from epbuf.errors import (
     CaptureError,
     ConfigError,
@@ -46,6 +46,8 @@ class Arena:
         window_allocations: allocations and registrations of window memory so far; 1 after `open`, for ever.
         token_dtype, hidden, num_topk, max_tokens_per_rank, capacity_rows: of the plan, at hand for every op's checks.
         row_strides: (H, 1), of rows without gaps.
+        recv_payload, grad_payload: formats of dispatch and of combine's backward.
+        num_scales, recv_scale_dtype: block scales of a dispatched row, without padding; None when it has none.
         recv_in_frame: whether recv_tokens lies in the frame, not in the forward workspace.
         routing_views, views: made once and kept as long as the arena; by frame, and of other regions by address.
         may_refuse_result: whether an eager dispatch may raise once its round is complete.
@@ -75,6 +77,13 @@ class Arena:
         )
         self.routing_views: dict[int, tuple[torch.Tensor, ...]] = {}
         self.views: dict[int, torch.Tensor] = {}
+        self._received = _encoded(self._regions, "recv_tokens", "recv_")
+        self._moved_grads = _encoded(self._regions, "grad_expert_out", "grad_expert_out_")
+        self._nans = torch.full(
+            (plan.schedule.num_frames, 1 + plan.schedule.num_workspaces), torch.nan, dtype=self.token_dtype,
+            device=device,
+        )  # fmt: skip
+        self._num_carried: dict[tuple[int, int], int] = {}
         self._lifetimes = {region.name: region.lifetime for region in plan.regions}
         self._base = window.peers[group.rank]
         self._end = self._base + plan.total_bytes
@@ -90,6 +99,10 @@ class Arena:
         self.max_tokens_per_rank, self.capacity_rows = config.max_tokens_per_rank, plan.capacity_rows
         self.row_strides = (config.hidden, 1)
         self.recv_in_frame = any(r.name == "recv_tokens" and r.lifetime == "frame" for r in plan.regions)
+        self.recv_payload, self.grad_payload = config.dispatch_payload, config.combine_grad_payload
+        self.num_scales = plan.num_scales
+        dtypes = {region.name: getattr(torch, region.dtype) for region in plan.regions}
+        self.recv_scale_dtype: torch.dtype | None = dtypes.get("recv_scales")
         self.may_refuse_result = config.validate_ids or config.overflow_policy == "error"
 
     @classmethod
@@ -150,12 +163,60 @@ class Arena:
             self.require_open("offs")
         return self._routed[frame]
 
+    def received(self, index: int) -> Encoded:
+        """Return the regions that dispatch fills, of a frame or, with save_recv=False, of a forward workspace.
+
+        Scales of one byte as uint8.
+        """
+        if self._closed:
+            self.require_open("recv_tokens")
+        return self._received[index]
+
+    def moved_grads(self, workspace: int) -> Encoded:
+        """Return the regions that combine's backward fills; scales of one byte as uint8."""
+        if self._closed:
+            self.require_open("grad_expert_out")
+        return self._moved_grads[workspace]
+
+    def carrier(self, frame: int) -> torch.Tensor:
+        """Return what autograd runs through instead of encoded rows that a frame received.
+
+        Shapes: [C, H] token dtype, strides (0, 0) over one NaN.
+        """
+        return self._nans[frame, 0].expand(self.capacity_rows, self.hidden).detach()
+
+    def grad_carrier(self, frame: int, workspace: int, num_rows: int) -> torch.Tensor:
+        """Return what stands for encoded gradients of rows, and is found again by the address of its NaN.
+
+        Shapes: [num_rows, H] token dtype, strides (0, 0).
+        """
+        if not torch.compiler.is_compiling():
+            self._num_carried[frame, workspace] = num_rows
+        return self._nans[frame, 1 + workspace].expand(num_rows, self.hidden).detach()
+
+    def find_carried(self, grad: torch.Tensor) -> tuple[int, int] | None:
+        """Return (frame, workspace) of the gradients behind a whole carrier; None for any other tensor."""
+        if grad.dtype != self.token_dtype or grad.device != self.device or grad.ndim != 2:
+            return None
+        if grad.stride() != (0, 0) or grad.shape[1] != self.hidden:
+            return None
+        num_bytes = grad.data_ptr() - self._nans.data_ptr()
+        if not 0 <= num_bytes < self._nans.nbytes:
+            return None
+        frame, column = divmod(num_bytes // self._nans.element_size(), self._nans.shape[1])
+        place = frame, column - 1
+        return place if self._num_carried.get(place) == grad.shape[0] else None  # some of its rows have its address
+
     def new_token_rows(self, num_tokens: int) -> torch.Tensor:
         """Make an ordinary tensor for one row per token.
 
         Shapes: [num_tokens, H] token dtype, uninitialised.
         """
         return self._regions["expert_out"][0].new_empty((num_tokens, self.hidden))
+
+    def has_region(self, name: str) -> bool:
+        """Tell whether the plan has a region of that name."""
+        return name in self._lifetimes
 
     def lifetime(self, name: str) -> str:
         """Return the lifetime word of a region; KeyError if the plan has none of that name."""
@@ -392,7 +453,8 @@ class Arena:
         self._closed = True
         _C.handle_drop(self.handle)
         self.engine.close()
-        self._regions, self._routed, self.routing_views, self.views = {}, (), {}, {}
+        self._regions, self._routed, self._received, self._moved_grads = {}, (), [], []
+        self.routing_views, self.views = {}, {}
         if is_healthy or self.engine.synchronous:
             self.window.close()
         else:
@@ -548,16 +610,42 @@ def _raise_mismatch(first: str, other: str, rank: int) -> NoReturn:
 
 
 def _make_regions(plan: Plan, window: Window) -> dict[str, list[torch.Tensor]]:
-    """Make one tensor per region; declared aliases are views of one tensor."""
+    """Make one tensor per region; of two declared aliases the smaller is a view of the larger."""
+    owners = {(region.name, region.index): _owner(region, plan) for region in plan.regions}
+    made = {key: _make_tensor(owner, window) for key, owner in owners.items() if key == (owner.name, owner.index)}
     tensors: dict[str, list[torch.Tensor]] = {}
-    by_offset: dict[int, torch.Tensor] = {}
     for region in plan.regions:
-        tensor = _make_tensor(region, window)
-        first = by_offset.setdefault(region.offset, tensor)
-        if first is not tensor:
-            tensor = _alias(first, region)
-        tensors.setdefault(region.name, []).append(tensor)
+        owner = owners[region.name, region.index]
+        tensor = made[owner.name, owner.index]
+        tensors.setdefault(region.name, []).append(tensor if owner is region else _alias(tensor, owner, region))
     return tensors
+
+
+def _owner(region: Region, plan: Plan) -> Region:
+    """Return the region whose tensor a region is a view of: itself, or its larger alias (the first of equal ones)."""
+    for pair in plan.config.alias:
+        if region.name in pair:
+            first, second = (plan.region(name, region.index) for name in pair)
+            return first if first.nbytes >= second.nbytes else second
+    return region
+
+
+def _encoded(regions: dict[str, list[torch.Tensor]], data: str, prefix: str) -> list[Encoded]:
+    """Return the regions of rows in one payload, by index; a payload without scales has none of theirs.
+
+    Scales of one byte are bytes here: inductor drops ops that take float8_e8m0fnu
+    (torch/_inductor/lowering.py of torch 2.13, unsupported_input_tensor).
+    """
+    scales, row_scales = regions.get(f"{prefix}scales"), regions.get(f"{prefix}row_scales")
+    return [
+        Encoded(tensor, as_bytes(scales[i]) if scales else None, row_scales[i] if row_scales else None)
+        for i, tensor in enumerate(regions.get(data, []))
+    ]
+
+
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of a one-byte dtype, with which torch cannot compute, as bytes; any other rows as they are."""
+    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
 
 
 def _make_tensor(region: Region, window: Window) -> torch.Tensor:
@@ -567,9 +655,10 @@ def _make_tensor(region: Region, window: Window) -> torch.Tensor:
     return tensor.set_(memory.untyped_storage(), 0, region.shape, stride)  # no view of `memory`: its own counter
 
 
-def _alias(first: torch.Tensor, region: Region) -> torch.Tensor:
-    """Return the region as a view of the tensor whose bytes it shares: one version counter for both."""
-    flat = first.view(torch.uint8).view(-1)[: region.nbytes]
+def _alias(tensor: torch.Tensor, owner: Region, region: Region) -> torch.Tensor:
+    """Return a region as a view of the tensor whose bytes it shares: one version counter for both."""
+    start = region.offset - owner.offset
+    flat = tensor.view(torch.uint8).view(-1)[start : start + region.nbytes]
     return flat.view(getattr(torch, region.dtype)).view(region.shape)
 
 

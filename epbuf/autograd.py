@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from epbuf import ops
-from epbuf.arena import Arena
+from epbuf import _C, ops
+from epbuf.arena import Arena, as_bytes
 from epbuf.checks import Tokens, are_placed, check_out_grad, check_places, check_raw_grad
+from epbuf.engine import Encoded
 from epbuf.errors import ConfigError, LeaseError
 from epbuf.lease import Lease, refuse_while_recording
 
@@ -26,10 +28,14 @@ class Received:
     Rows past `offs[-1]` are not written: reduce over `trim()` or under `row_mask()`, never over all C rows.
 
     Attributes:
-        tokens: [C, H] token dtype; padding rows inside a zone are 0.
-        scales: [C, S], or None when the payload has none.
-        row_scales: [C] float32, or None.
-        carrier: tensor that autograd runs through; for payload "same" it is `tokens`.
+        tokens: [C, H] token dtype, or packed in a payload; padding rows inside a zone are 0. Only for payload "same" do
+            they carry a gradient.
+        scales: [C, S] block scales, in the order of the payload's scale_layout, 0 for padding rows; None when the
+            payload has none.
+        row_scales: [C] float32 for nvfp4, 0 for padding rows; else None.
+        carrier: tensor that autograd runs through; for payload "same" it is `tokens`, else [C, H] token dtype with
+            strides (0, 0) over one NaN. An expert kernel takes (carrier, tokens, scales) and gives its gradient, in
+            the token dtype, to the carrier.
         topk_weights: [C] float32; 0 for padding, 1 for rows when dispatch had no weights.
         offs: [L] int32, ends of the zones, as `torch._grouped_mm(offs=)` takes them.
         tokens_per_expert: [L] int64, padded rows.
@@ -63,16 +69,30 @@ class Received:
         refuse_while_recording(arena.book, "trim()", "use recv.offs or row_mask(), which stay on the device")
         num_rows = int(self.offs[-1].item())
         state.num_rows = min(max(num_rows, arena.plan.config.expert_alignment), arena.plan.capacity_rows)
-        tokens, weights = self.tokens[: state.num_rows], self.topk_weights[: state.num_rows]
-        if num_rows == 0:  # no zone was written: what the views show is garbage
-            tokens, weights = _zeros_through(tokens), _zeros_through(weights)
-        scales = None if self.scales is None else self.scales[: state.num_rows]
-        row_scales = None if self.row_scales is None else self.row_scales[: state.num_rows]
-        return replace(self, tokens=tokens, carrier=tokens, topk_weights=weights, scales=scales, row_scales=row_scales)
+        cut = partial(_first, num_rows=state.num_rows, are_written=num_rows > 0)
+        tokens = cut(self.tokens)
+        carrier = tokens if self.carrier is self.tokens else self.carrier[: state.num_rows]
+        return replace(
+            self, tokens=tokens, carrier=carrier, topk_weights=cut(self.topk_weights),
+            scales=None if self.scales is None else cut(self.scales),
+            row_scales=None if self.row_scales is None else cut(self.row_scales),
+        )  # fmt: skip
 
     def dequantize(self) -> torch.Tensor:
-        """Return rows in the token dtype, differentiable; `tokens` itself when the payload is "same"."""
-        return self.tokens
+        """Return rows in the token dtype, differentiable (straight through); `tokens` itself for payload "same".
+
+        Rows past `offs[-1]` are not written. What rounding up made too large for the token dtype is its largest number.
+
+        Shapes: [rows of tokens, H] token dtype, an ordinary tensor.
+
+        Raises:
+            ConfigError: raw bytes.
+            LeaseError: save_recv=False, and combine has ended the workspace.
+        """
+        if self.carrier is self.tokens:
+            return self.tokens
+        scales = None if self.scales is None else as_bytes(self.scales)
+        return cast(torch.Tensor, _apply(_Dequantize, self.carrier, self.tokens, scales, self.row_scales, self.ticket))
 
     def row_mask(self) -> torch.Tensor:
         """Tell which rows are true rows: neither padding nor past the last zone.
@@ -87,7 +107,7 @@ class Received:
 
 def dispatch(
     lease: Lease, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None = None, *,
-    x_scales: torch.Tensor | None = None, num_tokens: torch.Tensor | None = None,
+    x_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None, num_tokens: torch.Tensor | None = None,
 ) -> Received:  # fmt: skip
     """Send each token to the ranks of its experts; one dispatch per lease.
 
@@ -96,10 +116,14 @@ def dispatch(
 
     Args:
         lease: a living lease that has not dispatched.
-        x: [T, H] token dtype; row stride and base multiples of 16 bytes.
+        x: [T, H] token dtype, which a quantised payload encodes on the way; or rows that are encoded already, and all
+            rows of a raw payload ([T, row_bytes] uint8): these get no gradient. Row stride and base are multiples of 16
+            bytes.
         topk_idx: [T, K] int32 or int64; negative: no expert.
         topk_weights: [T, K] float32, or None.
-        x_scales: scales of an input that is already quantised.
+        x_scales: block scales of rows that are encoded already, [T, S] row by row whatever the scale_layout; for nvfp4
+            (block scales, row scales [T] float32); of a raw payload [T, scale_row_bytes] uint8. Scales of one byte may
+            come as uint8.
         num_tokens: [1] int32 or int64 on the device; rows at or past it are ignored, their y, dx and dw are 0.
 
     Raises:
@@ -109,19 +133,26 @@ def dispatch(
         PeerTimeoutError: a rank did not arrive.
     """
     arena, frame = _arena(lease), lease.frame
-    if not are_placed(arena, (x, topk_idx), (topk_weights, x_scales, num_tokens)):
+    scales, row_scales = x_scales if isinstance(x_scales, tuple) and len(x_scales) == 2 else (x_scales, None)
+    if not are_placed(arena, (x, topk_idx), (topk_weights, scales, row_scales, num_tokens)):
         needed = {"x": x, "topk_idx": topk_idx}
-        optional = {"topk_weights": topk_weights, "x_scales": x_scales, "num_tokens": num_tokens}
+        optional = {"topk_weights": topk_weights, "x_scales": scales, "num_tokens": num_tokens}
+        if row_scales is not None:
+            optional["the row scales of x_scales"] = row_scales
         _refuse(lease, ops.refuse_dispatch, lambda: check_places(arena, needed, optional))
-    sent = Tokens(x, topk_idx, topk_weights, x_scales, num_tokens)
+    if torch.compiler.is_compiling() and isinstance(scales, torch.Tensor) and scales.dtype == arena.recv_scale_dtype:
+        scales = as_bytes(scales)
+    sent = Tokens(x, topk_idx, topk_weights, cast(torch.Tensor, scales), row_scales, num_tokens)
     if _records():
-        tokens, weights, ticket = _apply(_Dispatch, arena.anchor, x, topk_weights, sent, lease)
+        carrier, weights, ticket = _apply(_Dispatch, arena.anchor, x, topk_weights, sent, lease)
     else:
-        tokens, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
+        carrier, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
     lease.ticket, lease.num_tokens = ticket, x.shape[0]
+    tokens, recv_scales, recv_row_scales = _received_views(arena, frame, carrier)
     offs, per_expert, valid_per_expert, total, overflow = _routing_views(arena, frame)
     return Received(
-        tokens, None, None, tokens, weights, offs, per_expert, valid_per_expert, total, overflow, ticket
+        tokens, recv_scales, recv_row_scales, carrier, weights, offs, per_expert, valid_per_expert, total, overflow,
+        ticket,
     )  # fmt: skip
 
 
@@ -138,7 +169,8 @@ def combine(
         expert_out: [C, H] token dtype (or the rows of `Received.trim()`).
         topk_weights: [C] float32, `recv.topk_weights`: each row times its weight, in the copy that stages it.
         out: [T, H] token dtype to write y into.
-        raw_grad: give the experts the quantised gradient itself.
+        raw_grad: give the experts the gradient as it came, in the format of combine_grad_payload: a NaN carrier, behind
+            which `unpack` finds data and scales. Otherwise they get rows decoded into the token dtype.
 
     Raises:
         ConfigError: a bad argument here, or on the rank that is named.
@@ -151,24 +183,66 @@ def combine(
     if not are_placed(arena, (expert_out,), (topk_weights, out)):
         optional = {"topk_weights": topk_weights, "out": out}
         _refuse(lease, ops.refuse_combine, lambda: check_places(arena, {"expert_out": expert_out}, optional))
-    if raw_grad:
-        _refuse(lease, ops.refuse_combine, lambda: check_raw_grad(arena))
+    if raw_grad or arena.grad_payload.format == "raw":
+        _refuse(lease, ops.refuse_combine, lambda: check_raw_grad(arena, raw_grad, topk_weights))
     if out is not None:
         _refuse(lease, ops.refuse_combine, lambda: check_out_grad(out))
     if out is not None or _records():
-        return cast(torch.Tensor, _apply(_Combine, expert_out, topk_weights, out, lease))
+        return cast(torch.Tensor, _apply(_Combine, expert_out, topk_weights, out, lease, raw_grad))
     return _forward_combine(lease, expert_out, topk_weights, None)
 
 
-def unpack(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return data and scales behind a raw gradient.
+def unpack(grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return what lies behind the gradient that a combine with raw_grad=True gave its experts.
+
+    Views of the backward workspace, valid until dispatch's backward. Local; reads nothing.
+
+    Shapes: data [rows of grad, H or packed], scales [rows, S] or None, and, for nvfp4 only, row_scales [rows] float32.
 
     Raises:
-        ConfigError: the tensor is not the gradient of a combine with raw_grad=True.
+        ConfigError: any other tensor, also some rows of the gradient and what was computed from it.
+        LeaseError: the workspace has ended.
     """
-    raise ConfigError(
-        f"unpack takes the gradient that combine(raw_grad=True) gives, found a {list(grad.shape)} {grad.dtype} tensor"
-    )
+    for reference in _C.handle_objects():
+        arena: Arena | None = reference()
+        found = arena.find_carried(grad) if arena is not None and isinstance(grad, torch.Tensor) else None
+        if arena is not None and found is not None:
+            return _behind(arena, *found, grad.shape[0])
+    what = f"a {list(grad.shape)} {grad.dtype} tensor" if isinstance(grad, torch.Tensor) else type(grad).__name__
+    raise ConfigError(f"unpack takes the gradient that combine(raw_grad=True) gives, found {what}")
+
+
+def _behind(arena: Arena, frame: int, workspace: int, num_rows: int) -> tuple[torch.Tensor | None, ...]:
+    if arena.book.workspace(frame, "backward") != workspace:
+        raise LeaseError(
+            f"unpack of a gradient of frame {frame} whose backward workspace has ended: its rows last from combine "
+            "backward to dispatch backward; unpack it in the backward of the experts"
+        )
+    moved = arena.moved_grads(workspace)
+    scales = None
+    if moved.scales is not None:
+        scales = arena.region("grad_expert_out_scales", workspace)[:, : arena.plan.num_grad_scale_columns]
+    parts = (moved.data, scales, moved.row_scales)
+    views = [None if part is None else _trimmed(arena, frame, part.detach(), num_rows) for part in parts]
+    return tuple(views if moved.row_scales is not None else views[:2])
+
+
+class _Dequantize(torch.autograd.Function):
+    """Straight through: the gradient of the decoded rows is the carrier's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, carrier: torch.Tensor, tokens: torch.Tensor, scales: torch.Tensor | None,
+        row_scales: torch.Tensor | None, ticket: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        out = torch.empty(carrier.shape, dtype=carrier.dtype, device=carrier.device)
+        decode = ops.decode if ops.is_direct() else ops.DECODE
+        decode(out, ticket, tokens, scales, row_scales)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad, None, None, None, None
 
 
 class _Dispatch(torch.autograd.Function):
@@ -177,11 +251,12 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, anchor: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor | None, sent: Tokens,
         lease: Lease,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        tokens, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
+        carrier, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
         ctx.save_for_backward(ticket)
         ctx.arena, ctx.num_tokens = lease.arena, x.shape[0]
+        ctx.takes_gradient = x.dtype == carrier.dtype
         ctx.set_materialize_grads(False)
-        return tokens, weights, ticket
+        return carrier, weights, ticket
 
     @staticmethod
     @once_differentiable
@@ -191,7 +266,7 @@ class _Dispatch(torch.autograd.Function):
         arena: Arena = ctx.arena
         (ticket,) = ctx.saved_tensors
         _require_backward(arena)
-        dx = _token_rows(arena, ctx.num_tokens) if ctx.needs_input_grad[1] else None
+        dx = _token_rows(arena, ctx.num_tokens) if ctx.needs_input_grad[1] and ctx.takes_gradient else None
         dw = _token_weights(arena, ctx.num_tokens) if ctx.needs_input_grad[2] else None
         ops.DISPATCH_BACKWARD(arena.order, dx, dw, ticket, grad_tokens, grad_weights)
         return None, dx, dw, None, None
@@ -200,11 +275,13 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None, lease: Lease
-    ) -> torch.Tensor:
+        ctx: Any, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None, lease: Lease,
+        raw_grad: bool,
+    ) -> torch.Tensor:  # fmt: skip
         arena, ticket = _arena(lease), lease.ticket
         y = _forward_combine(lease, expert_out, topk_weights, out)
         ctx.arena, ctx.num_rows, ctx.weighted = arena, expert_out.shape[0], topk_weights is not None
+        ctx.frame, ctx.raw_grad = lease.frame, raw_grad
         if topk_weights is None:
             ctx.save_for_backward(ticket)
         else:
@@ -221,17 +298,26 @@ class _Combine(torch.autograd.Function):
         arena: Arena = ctx.arena
         ticket = ctx.saved_tensors[0]
         _require_backward(arena)
-        grad_rows, grad_weights = _backward_regions(arena, ticket, ctx.weighted)
+        workspace = _backward_workspace(arena, ticket)
+        moved = arena.moved_grads(workspace)
+        grad_weights = arena.region("grad_recv_topk_weights", workspace) if ctx.weighted else None
+        decodes = arena.grad_payload.format != "same" and not ctx.raw_grad
+        decoded = _token_rows(arena, ctx.num_rows) if decodes else None
         expert_out = weights = None
         if ctx.weighted:
             expert_out, weights = ctx.saved_tensors[1:]
             weights = _weights_of(arena, ticket, ctx.weights_version) if weights is None else weights
         dy = grad if grad is not None else _missing_gradient(arena, ticket)
-        ops.COMBINE_BACKWARD(arena.order, grad_rows, grad_weights, ticket, dy, expert_out, weights)
-        rows = _first_rows(arena, ticket, grad_rows, ctx.num_rows)
+        ops.COMBINE_BACKWARD(
+            arena.order, moved.data, moved.scales, moved.row_scales, decoded, grad_weights, ticket, dy, expert_out,
+            weights,
+        )  # fmt: skip
         if grad_weights is not None:
             grad_weights = _first_rows(arena, ticket, grad_weights, ctx.num_rows)
-        return rows, grad_weights, None, None
+        if ctx.raw_grad:
+            return arena.grad_carrier(ctx.frame, workspace, ctx.num_rows), grad_weights, None, None, None
+        rows = _first_rows(arena, ticket, moved.data, ctx.num_rows) if decoded is None else decoded
+        return rows, grad_weights, None, None, None
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: object) -> Any:
@@ -249,21 +335,42 @@ def _records() -> bool:
 def _forward_dispatch(
     lease: Lease, sent: Tokens, x: torch.Tensor, topk_weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return views of the rows and weights that arrived, and the ticket.
+    """Return the carrier of the rows that arrived, a view of their weights, and the ticket.
 
     `x` and `topk_weights` are those of `sent`, as traced code must see them: arguments of the autograd.Function.
     """
-    if ops.is_direct():
-        recv_tokens, recv_weights, ticket = ops.route_and_dispatch(lease, sent)
-        return recv_tokens.detach(), recv_weights.detach(), ticket
     arena, frame = _arena(lease), lease.frame
+    if ops.is_direct():
+        filled, recv_weights, ticket = ops.route_and_dispatch(lease, sent)
+        return _carrier(arena, frame, filled), recv_weights.detach(), ticket
     ticket = ops.ROUTE(
         arena.order, arena.region("offs", frame), arena.region("counts", frame), arena.region("overflow", frame),
-        lease.token, sent.topk_idx, sent.num_tokens, x, sent.x_scales, topk_weights,
+        lease.token, sent.topk_idx, sent.num_tokens, x, sent.x_scales, sent.x_row_scales, topk_weights,
     )  # fmt: skip
-    recv_tokens, recv_weights = _recv_tokens(arena, frame), arena.region("recv_topk_weights", frame)
-    ops.DISPATCH(arena.order, recv_tokens, recv_weights, ticket, x, sent.x_scales, topk_weights)
-    return recv_tokens.detach(), recv_weights.detach(), ticket
+    filled, recv_weights = arena.received(_recv_index(arena, frame)), arena.region("recv_topk_weights", frame)
+    ops.DISPATCH(
+        arena.order, filled.data, filled.scales, filled.row_scales, recv_weights, ticket, x, sent.x_scales,
+        sent.x_row_scales, topk_weights,
+    )  # fmt: skip
+    return _carrier(arena, frame, filled), recv_weights.detach(), ticket
+
+
+def _carrier(arena: Arena, frame: int, filled: Encoded) -> torch.Tensor:
+    """Return what gradients of received rows come to: the rows themselves, or a NaN in their place."""
+    return filled.data.detach() if arena.recv_payload.format == "same" else arena.carrier(frame)
+
+
+def _received_views(
+    arena: Arena, frame: int, carrier: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Return data, scales and row scales as the user sees them: without the padding of compact rows of scales."""
+    if arena.recv_payload.format == "same":
+        return carrier, None, None
+    filled = arena.received(_recv_index(arena, frame))
+    scales = None
+    if filled.scales is not None and arena.recv_scale_dtype is not None:
+        scales = filled.scales.detach().view(arena.recv_scale_dtype)[:, : arena.plan.num_scale_columns]
+    return filled.data.detach(), scales, None if filled.row_scales is None else filled.row_scales.detach()
 
 
 def _forward_combine(
@@ -304,12 +411,11 @@ def _make_routing_views(arena: Arena, frame: int) -> tuple[torch.Tensor, ...]:
     return offs, per_expert, valid_per_expert, counts[2 * num_local :], overflow
 
 
-def _recv_tokens(arena: Arena, frame: int) -> torch.Tensor:
-    """Return the region that this dispatch fills: the frame's, or that of the workspace that route has claimed."""
+def _recv_index(arena: Arena, frame: int) -> int:
+    """Return where this dispatch puts rows: the frame, or the workspace that route has claimed."""
     if arena.recv_in_frame:
-        return arena.region("recv_tokens", frame)
-    workspace = 0 if torch.compiler.is_compiling() else arena.book.workspace(frame, "forward") or 0
-    return arena.region("recv_tokens", workspace)
+        return frame
+    return 0 if torch.compiler.is_compiling() else arena.book.workspace(frame, "forward") or 0
 
 
 def _require_backward(arena: Arena) -> None:
@@ -346,13 +452,11 @@ def _weights_of(arena: Arena, ticket: torch.Tensor, version: int | None) -> torc
     return weights
 
 
-def _backward_regions(arena: Arena, ticket: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the regions of the workspace that the op will claim; compiled code bakes workspace 0 in."""
-    workspace = 0
-    if not torch.compiler.is_compiling():
-        workspace = arena.book.next_workspace(ops.state_of(ticket)[1].frame, "backward")
-    grad_weights = arena.region("grad_recv_topk_weights", workspace) if weighted else None
-    return arena.region("grad_expert_out", workspace), grad_weights
+def _backward_workspace(arena: Arena, ticket: torch.Tensor) -> int:
+    """Return the workspace that the op will claim; compiled code bakes workspace 0 in."""
+    if torch.compiler.is_compiling():
+        return 0
+    return arena.book.next_workspace(ops.state_of(ticket)[1].frame, "backward")
 
 
 def _missing_gradient(arena: Arena, ticket: torch.Tensor) -> torch.Tensor:
@@ -366,9 +470,22 @@ def _first_rows(arena: Arena, ticket: torch.Tensor, region: torch.Tensor, num_ro
     """
     if num_rows == arena.capacity_rows:
         return region.detach() if torch.compiler.is_compiling() else _lasting_view(arena, region)
-    offs = arena.region("offs", ops.state_of(ticket)[1].frame)
-    tail = torch.arange(num_rows, device=region.device) >= offs[-1]
-    return region[:num_rows].masked_fill(tail.view(-1, *[1] * (region.ndim - 1)), 0)
+    return _trimmed(arena, ops.state_of(ticket)[1].frame, region, num_rows)
+
+
+def _trimmed(arena: Arena, frame: int, region: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the first rows of a region: all as they lie, fewer as a copy that is zero where no zone reaches."""
+    if num_rows == arena.capacity_rows:
+        return region
+    tail = torch.arange(num_rows, device=region.device) >= arena.region("offs", frame)[-1]
+    return _zero_where(tail.view(-1, *[1] * (region.ndim - 1)), region[:num_rows])
+
+
+def _zero_where(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows with zeros under a mask: differentiable, but for dtypes that torch cannot compute with."""
+    if rows.element_size() > 1:
+        return rows.masked_fill(mask, 0)
+    return rows.view(torch.uint8).masked_fill(mask, 0).view(rows.dtype)
 
 
 def _lasting_view(arena: Arena, region: torch.Tensor) -> torch.Tensor:
@@ -379,6 +496,9 @@ def _lasting_view(arena: Arena, region: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def _zeros_through(rows: torch.Tensor) -> torch.Tensor:
-    """Return zeros that stay connected to `rows` in the autograd graph."""
-    return rows.masked_fill(torch.ones((), dtype=torch.bool, device=rows.device), 0)
+def _first(rows: torch.Tensor, num_rows: int, are_written: bool) -> torch.Tensor:
+    """Return a view of the first rows, or zeros that stay connected to them in the autograd graph."""
+    view = rows[:num_rows]
+    if are_written:
+        return view
+    return _zero_where(torch.ones((), dtype=torch.bool, device=rows.device), view)

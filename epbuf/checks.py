@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epbuf import _C
 from epbuf.arena import Arena
+from epbuf.config import Payload
 from epbuf.errors import ConfigError, EpbufError, LeaseError
 from epbuf.lease import Ticket
 
@@ -73,14 +74,20 @@ class Tokens:
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
     x_scales: torch.Tensor | None
+    x_row_scales: torch.Tensor | None
     num_tokens: torch.Tensor | None
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the caller gave scales of either kind."""
+        return self.x_scales is not None or self.x_row_scales is not None
 
 
 def check_sent(arena: Arena, sent: Tokens, frame: int) -> None:
     """Check all tensors of a dispatch."""
-    check_no_scales(arena, sent.x_scales)
-    if not is_plain_dispatch(arena, sent.x, sent.topk_idx, sent.topk_weights):
-        num_tokens = check_tokens(arena, sent.x, frame).shape[0]
+    takes_tokens = not sent.has_scales and arena.recv_payload.format != "raw"
+    if not (takes_tokens and is_plain_dispatch(arena, sent.x, sent.topk_idx, sent.topk_weights)):
+        num_tokens = check_tokens(arena, sent, frame).shape[0]
         check_topk_idx(arena, sent.topk_idx, num_tokens)
         check_topk_weights(arena, sent.topk_weights, num_tokens)
     check_live_tokens(arena, sent.num_tokens)
@@ -154,9 +161,16 @@ def check_dispatch_order(arena: Arena, frame: int, lease: int) -> None:
     )
 
 
-def check_tokens(arena: Arena, x: object, frame: int) -> torch.Tensor:
-    """Check x [T, H] token dtype, row-strided, outside the regions that dispatch writes."""
-    rows = _rows(arena, "x", x)
+def is_encoded(arena: Arena, sent: Tokens) -> bool:
+    """Tell whether a dispatch brings rows that are in the format of the payload already."""
+    return arena.recv_payload.format != "same" and (sent.has_scales or sent.x.dtype != arena.token_dtype)
+
+
+def check_tokens(arena: Arena, sent: Tokens, frame: int) -> torch.Tensor:
+    """Check x [T, H] token dtype, or encoded with its scales; row-strided, outside the regions that dispatch writes."""
+    if arena.recv_payload.format == "same":
+        check_no_scales(arena, sent)
+    rows = _check_encoded(arena, sent) if _brings_encoded(arena, sent) else _rows(arena, "x", sent.x)
     if rows.shape[0] > arena.max_tokens_per_rank:
         refuse(
             _C.Refusal.TOO_MANY_TOKENS,
@@ -165,9 +179,89 @@ def check_tokens(arena: Arena, x: object, frame: int) -> torch.Tensor:
                 f"{arena.max_tokens_per_rank}; build the plan for the longest batch"
             ),
         )
-    _check_outside(arena, "x", rows, "recv_tokens", frame if arena.recv_in_frame else None)
-    _check_outside(arena, "x", rows, "recv_topk_weights", frame)
+    given = {"x": rows, "x_scales": sent.x_scales, "x_row_scales": sent.x_row_scales}
+    for name, tensor in given.items():
+        if tensor is not None:
+            _check_outside_received(arena, name, tensor, frame)
     return rows
+
+
+def _check_outside_received(arena: Arena, name: str, tensor: torch.Tensor, frame: int) -> None:
+    for region in ("recv_tokens", "recv_scales", "recv_row_scales"):
+        if arena.has_region(region):
+            _check_outside(arena, name, tensor, region, frame if arena.recv_in_frame else None)
+    _check_outside(arena, name, tensor, "recv_topk_weights", frame)
+
+
+def _brings_encoded(arena: Arena, sent: Tokens) -> bool:
+    """Tell how to read x; refuse a mixture of both ways."""
+    payload, data = arena.recv_payload, arena.received(0).data
+    if payload.format == "same":
+        return False
+    if payload.is_quantised and sent.has_scales and isinstance(sent.x, torch.Tensor) and sent.x.dtype != data.dtype:
+        refuse(
+            _C.Refusal.DTYPE,
+            ConfigError(
+                f"x_scales was given with x of {_word(sent.x.dtype)}; rows that are {payload.format} already have "
+                f"dtype {_word(data.dtype)}. Pass those, or leave x_scales out and epbuf quantises x"
+            ),
+        )
+    return payload.format == "raw" or sent.x.dtype == data.dtype
+
+
+def _check_encoded(arena: Arena, sent: Tokens) -> torch.Tensor:
+    """Check x [T, packed] in the payload's data dtype and its scales."""
+    payload, like = arena.recv_payload, arena.received(0)
+    x = _rows(arena, "x", sent.x, like.data.shape[1], like.data.dtype)
+    num_scales = arena.num_scales
+    _check_has(payload, "x_scales", sent.x_scales, num_scales > 0)
+    _check_has(payload, "row scales, x_scales=(scales, row_scales)", sent.x_row_scales, like.row_scales is not None)
+    if sent.x_scales is not None and arena.recv_scale_dtype is not None:
+        is_byte = arena.recv_scale_dtype.itemsize == 1
+        dtypes = (arena.recv_scale_dtype, torch.uint8) if is_byte else (arena.recv_scale_dtype,)
+        scales = _shaped("x_scales", sent.x_scales, (x.shape[0], num_scales), dtypes)
+        if scales.shape[0] and scales.shape[1] > 1 and scales.stride(1) != 1:
+            refuse(
+                _C.Refusal.STRIDES,
+                ConfigError(f"x_scales has strides {tuple(scales.stride())}; its rows must be dense: .contiguous()"),
+            )
+    if sent.x_row_scales is not None:
+        row_scales = _shaped("the row scales of x_scales", sent.x_row_scales, (x.shape[0],), _WEIGHT_DTYPES)
+        if not row_scales.is_contiguous():
+            refuse(_C.Refusal.STRIDES, ConfigError("the row scales of x_scales must be contiguous; .contiguous()"))
+    return x
+
+
+def _check_has(payload: Payload, what: str, scales: torch.Tensor | None, wanted: bool) -> None:
+    if wanted and scales is None:
+        refuse(
+            _C.Refusal.ARGUMENT,
+            ConfigError(
+                f'dispatch_payload="{payload.format}" with rows that are encoded already needs {what}; pass it'
+            ),
+        )
+    if scales is not None and not wanted:
+        refuse(
+            _C.Refusal.ARGUMENT,
+            ConfigError(f'dispatch_payload="{payload.format}" carries no {what}, found {list(scales.shape)}; drop it'),
+        )
+
+
+def _shaped(name: str, value: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    tensor = _tensor(name, value)
+    _check_memory(name, tensor)
+    if tensor.shape != shape:
+        refuse(
+            _C.Refusal.SHAPE,
+            ConfigError(f"{name} must have shape {list(shape)}, found {list(tensor.shape)}"),
+        )
+    _check_kind(name, tensor, dtypes)
+    if tensor.data_ptr() % tensor.element_size():
+        refuse(
+            _C.Refusal.ALIGNMENT,
+            ConfigError(f"{name} begins at {tensor.data_ptr():#x}, no multiple of {tensor.element_size()}; clone it"),
+        )
+    return tensor
 
 
 def check_topk_idx(arena: Arena, topk_idx: object, num_tokens: int) -> torch.Tensor:
@@ -194,13 +288,12 @@ def check_live_tokens(arena: Arena, num_tokens: object) -> torch.Tensor | None:
     return live
 
 
-def check_no_scales(arena: Arena, x_scales: object) -> None:
+def check_no_scales(arena: Arena, sent: Tokens) -> None:
     """Refuse scales where the payload has none."""
-    if x_scales is not None:
-        payload = arena.plan.config.dispatch_payload.format
+    if sent.has_scales:
         refuse(
             _C.Refusal.ARGUMENT,
-            ConfigError(f'x_scales was given and dispatch_payload="{payload}" carries none; pass x_scales=None'),
+            ConfigError('x_scales was given and dispatch_payload="same" carries none; pass x_scales=None'),
         )
 
 
@@ -266,13 +359,31 @@ def check_row_weights(arena: Arena, topk_weights: object, num_rows: int, in_wind
     return weights
 
 
-def check_raw_grad(arena: Arena) -> None:
-    """Raw gradients exist for a quantised payload only."""
-    payload = arena.plan.config.combine_grad_payload.format
+def check_raw_grad(arena: Arena, raw_grad: bool, topk_weights: object) -> None:
+    """Raw gradients exist for an encoded payload only, and nobody could multiply them; raw bytes are always raw."""
+    payload = arena.grad_payload.format
+    if not raw_grad:
+        if payload == "raw" and torch.is_grad_enabled() and not arena.plan.config.inference_only:
+            refuse(
+                _C.Refusal.ARGUMENT,
+                ConfigError(
+                    'combine_grad_payload="raw" sends bytes that only their maker can read; pass raw_grad=True and '
+                    "epbuf.unpack the gradient"
+                ),
+            )
+        return
     if payload == "same":
         refuse(
             _C.Refusal.ARGUMENT,
             ConfigError(f'raw_grad=True needs a quantised combine_grad_payload, found "{payload}"; leave it out'),
+        )
+    if topk_weights is not None:
+        refuse(
+            _C.Refusal.ARGUMENT,
+            ConfigError(
+                f'raw_grad=True with topk_weights: the "{payload}" gradient would have to be multiplied; multiply by '
+                "the weights in the experts, and their gradients there"
+            ),
         )
 
 
@@ -309,17 +420,19 @@ def check_gradient(arena: Arena, name: str, grad: object, num_rows: int) -> torc
     return rows
 
 
-def _rows(arena: Arena, name: str, value: object) -> torch.Tensor:
-    """Check rows [n, H] of the token dtype: dense, base and stride multiples of 16 bytes."""
+def _rows(
+    arena: Arena, name: str, value: object, width: int | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:  # fmt: skip
+    """Check rows [n, H] of the token dtype, or of a payload: dense, base and stride multiples of 16 bytes."""
     rows = _tensor(name, value)
     _check_memory(name, rows)
     gapless = rows.stride() == arena.row_strides and rows.dtype == arena.token_dtype
-    if gapless and rows.shape[1] == arena.hidden and rows.data_ptr() % ROW_ALIGNMENT == 0:
+    if gapless and width is None and rows.shape[1] == arena.hidden and rows.data_ptr() % ROW_ALIGNMENT == 0:
         return rows  # nearly every call: nothing below can object, as a row is a multiple of 16 bytes
-    hidden = arena.hidden
-    if rows.ndim != 2 or rows.shape[1] != hidden:
-        refuse(_C.Refusal.SHAPE, ConfigError(f"{name} must be [rows, hidden={hidden}], found {list(rows.shape)}"))
-    _check_kind(name, rows, (arena.token_dtype,))
+    columns = f"hidden={arena.hidden}" if width is None else str(width)
+    if rows.ndim != 2 or rows.shape[1] != (width or arena.hidden):
+        refuse(_C.Refusal.SHAPE, ConfigError(f"{name} must be [rows, {columns}], found {list(rows.shape)}"))
+    _check_kind(name, rows, (dtype or arena.token_dtype,))
     if rows.shape[0] == 0:
         return rows
     stride_bytes = rows.stride(0) * rows.element_size() if rows.shape[0] > 1 else 0  # one row has no next
@@ -388,11 +501,12 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
 
 def _check_kind(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in dtypes:
-        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        refuse(
-            _C.Refusal.DTYPE,
-            ConfigError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected {expected}"),
-        )
+        expected = " or ".join(_word(dtype) for dtype in dtypes)
+        refuse(_C.Refusal.DTYPE, ConfigError(f"{name} has dtype {_word(tensor.dtype)}, expected {expected}"))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_outside(arena: Arena, name: str, tensor: torch.Tensor, region_name: str, index: int | None) -> None:

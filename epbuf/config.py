@@ -182,11 +182,16 @@ class Payload(_Checked):
         """
         if not self.is_quantised:
             return self.scale_row_bytes
-        form = _QUANTISED[self.format]
-        num_scales = hidden // form.scale_block
         if self.scale_layout == "blocked":
-            return round_up(num_scales, BLOCKED_TILE_SCALES) * form.scale_bytes
-        return round_up(num_scales * form.scale_bytes, ROW_ALIGNMENT_BYTES)
+            return round_up(self.scale_bytes_for(hidden), BLOCKED_TILE_SCALES)  # of one byte each
+        return round_up(self.scale_bytes_for(hidden), ROW_ALIGNMENT_BYTES)
+
+    def scale_bytes_for(self, hidden: int) -> int:
+        """Return the bytes of block scales in one row without its padding."""
+        if not self.is_quantised:
+            return self.scale_row_bytes
+        form = _QUANTISED[self.format]
+        return hidden // form.scale_block * form.scale_bytes
 
     def check_hidden(self, field: str, hidden: int) -> None:
         """Refuse a hidden size that the format cannot cut into blocks.

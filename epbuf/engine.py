@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from epbuf import _C
+from epbuf.config import EpConfig, Payload
 from epbuf.errors import ConfigError, EpbufError, LeaseError, NativeError, PeerTimeoutError
 from epbuf.plan import Plan
 from epbuf.windows import Window
@@ -52,14 +53,30 @@ class Rows:
         return _ZERO if self.tensor is None else _TENSOR
 
 
+@dataclass(slots=True)
+class Encoded:
+    """Rows in the format of a payload: data, block scales, row scales (nvfp4)."""
+
+    data: torch.Tensor
+    scales: torch.Tensor | None = None
+    row_scales: torch.Tensor | None = None
+
+    @property
+    def regions(self) -> tuple[torch.Tensor, ...]:
+        """Those that exist."""
+        return tuple(t for t in (self.data, self.scales, self.row_scales) if t is not None)
+
+
 class Engine(Protocol):
     """The calls that an arena needs of whoever moves its data. All but `close` are collective in program order."""
 
     def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
         """Exchange counts and compute slots, zones and overflow of the frame."""
 
-    def dispatch(self, place: Place, x: torch.Tensor, topk_weights: torch.Tensor | None) -> _C.Outcome:
-        """Move rows and weights into their slots."""
+    def dispatch(
+        self, place: Place, x: torch.Tensor | Encoded, topk_weights: torch.Tensor | None
+    ) -> _C.Outcome:  # fmt: skip
+        """Move rows and weights into their slots; rows of the token dtype are encoded on the way."""
 
     def combine(self, place: Place, rows: Rows, weights: torch.Tensor | None, out: torch.Tensor) -> _C.Outcome:
         """Add the rows of each token's slots, in k order, into `out`."""
@@ -68,9 +85,16 @@ class Engine(Protocol):
         """Move gradients of tokens into the slots of their rows."""
 
     def weight_grad(
-        self, place: Place, expert_out: torch.Tensor, weights: torch.Tensor, grad_weights: torch.Tensor
-    ) -> None:
-        """Turn moved gradients into those of a weighted combine: rows times weights, and the weights' own."""
+        self, place: Place, expert_out: torch.Tensor, weights: torch.Tensor, grad_weights: torch.Tensor,
+        grad_rows: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Turn moved gradients into those of a weighted combine: rows times weights, and the weights' own.
+
+        In place on `grad_rows`, or on the region itself.
+        """
+
+    def decode(self, place: Place, rows: Encoded, out: torch.Tensor, *, is_grad: bool) -> None:
+        """Turn received rows below offs[-1] back into the token dtype."""
 
     def dispatch_backward(
         self, place: Place, grads: tuple[Rows, Rows], out: torch.Tensor | None, out_weights: torch.Tensor | None,
@@ -113,6 +137,7 @@ class NativeEngine:
         self.synchronous = device.type == "cpu"
         self._streams = None if self.synchronous else StreamOrder(device, plan.schedule.num_workspaces == 1)
         arguments = (_geometry(plan, rank), _offsets(plan, _C.ArenaOffsets, 0), *_sets(plan), window.peers)
+        self._scales_in_grad = _scales_in_grad(plan)
         self.native = _C.HostEngine(*arguments) if self.synchronous else _C.CudaEngine(*arguments, device.index or 0)
 
     def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
@@ -124,8 +149,13 @@ class NativeEngine:
             call.live_tokens, call.live_tokens_bytes = live_tokens.data_ptr(), live_tokens.element_size()
         return self.native.route(call)
 
-    def dispatch(self, place: Place, x: torch.Tensor, topk_weights: torch.Tensor | None) -> _C.Outcome:
-        call = _C.DispatchCall(*self._begin(place, "forward"), *_token_rows(place, x))
+    def dispatch(
+        self, place: Place, x: torch.Tensor | Encoded, topk_weights: torch.Tensor | None
+    ) -> _C.Outcome:  # fmt: skip
+        rows = x.data if isinstance(x, Encoded) else x
+        call = _C.DispatchCall(*self._begin(place, "forward"), *_token_rows(place, rows))
+        if isinstance(x, Encoded) and not place.refusal:
+            _add_scales(call, x)
         if topk_weights is not None:
             call.topk_weights = topk_weights.data_ptr()
             call.topk_weights_row_stride = topk_weights.stride()[0]
@@ -139,18 +169,33 @@ class NativeEngine:
     def combine_backward(self, place: Place, grad: torch.Tensor, expects_open: bool) -> _C.Outcome:
         call = _C.DispatchCall(*self._begin(place, "backward"), *_token_rows(place, grad))
         call.expects_open = int(expects_open)
+        if self._scales_in_grad >= 0 and not place.refusal:
+            call.scales, call.scales_row_stride_bytes = call.rows + self._scales_in_grad, call.row_stride_bytes
         return self.native.combine_backward(call)
 
     def weight_grad(
-        self, place: Place, expert_out: torch.Tensor, weights: torch.Tensor, grad_weights: torch.Tensor
-    ) -> None:
+        self, place: Place, expert_out: torch.Tensor, weights: torch.Tensor, grad_weights: torch.Tensor,
+        grad_rows: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         call = _C.WeightGradCall()
         call.frame, call.workspace = place.frame, place.workspace
         call.stream = self._streams.enter(place, "backward") if self._streams is not None else 0
         call.expert_out = expert_out.data_ptr()
         call.expert_out_row_stride_bytes = expert_out.stride()[0] * expert_out.element_size()
         call.weights, call.grad_weights = weights.data_ptr(), grad_weights.data_ptr()
+        call.grad_rows = grad_rows.data_ptr() if grad_rows is not None else 0
         self.native.weight_grad(call)
+
+    def decode(self, place: Place, rows: Encoded, out: torch.Tensor, *, is_grad: bool) -> None:
+        assert isinstance(self.native, _C.HostEngine), "open_engine refuses quantised payloads on CUDA"
+        assert rows.scales is not None, "every quantised format has block scales"
+        call = _C.DecodeCall()
+        call.frame, call.workspace, call.is_grad = place.frame, place.workspace, int(is_grad)
+        call.data, call.row_stride_bytes = rows.data.data_ptr(), _row_stride_bytes(rows.data)
+        call.scales, call.scales_row_stride_bytes = rows.scales.data_ptr(), _row_stride_bytes(rows.scales)
+        call.row_scales = rows.row_scales.data_ptr() if rows.row_scales is not None else 0
+        call.out, call.num_rows = out.data_ptr(), out.shape[0]
+        self.native.decode(call)
 
     def dispatch_backward(
         self, place: Place, grads: tuple[Rows, Rows], out: torch.Tensor | None, out_weights: torch.Tensor | None,
@@ -256,13 +301,36 @@ def open_engine(word: str, plan: Plan, rank: int, window: Window, device: torch.
     """
     if word != "native":
         raise ConfigError(f'engine="{word}" does not exist; found engines: "native"')
+    if device.type == "cuda":
+        _refuse_encoded(plan)
+    _check_raw_grad(plan)
+    return NativeEngine(plan, rank, window, device)
+
+
+def _refuse_encoded(plan: Plan) -> None:
     for field in ("dispatch_payload", "combine_grad_payload"):
         payload = getattr(plan.config, field)
         if payload.format != "same":
             raise ConfigError(
-                f'{field}="{payload.format}" can be planned, and the native engine does not move it yet; use "same"'
+                f'{field}="{payload.format}" can be planned, and the CUDA engine does not move it yet; use "same", or '
+                'device="cpu"'
             )
-    return NativeEngine(plan, rank, window, device)
+
+
+def _check_raw_grad(plan: Plan) -> None:
+    """Gradients of tokens come from autograd: raw rows are their first bytes, data and then scales."""
+    payload, nbytes = plan.config.combine_grad_payload, plan.grad_row_bytes + plan.grad_scale_row_bytes
+    if payload.format == "raw" and not plan.config.inference_only and nbytes > plan.token_row_bytes:
+        raise ConfigError(
+            f"combine_grad_payload=raw sends {plan.grad_row_bytes} bytes of data and {plan.grad_scale_row_bytes} of "
+            f"scales a row, which a gradient row of {plan.token_row_bytes} bytes must hold; make them smaller"
+        )
+
+
+def _scales_in_grad(plan: Plan) -> int:
+    """Return at which byte of a gradient row raw scales begin; -1: there are none."""
+    payload = plan.config.combine_grad_payload
+    return plan.grad_row_bytes if payload.format == "raw" and payload.scale_row_bytes else -1
 
 
 _PEER_ERRORS: dict[int, type[EpbufError]] = {
@@ -341,7 +409,19 @@ def _geometry(plan: Plan, rank: int) -> _C.Geometry:
     geometry.token_row_bytes = config.hidden * TOKEN_DTYPES[config.token_dtype].itemsize
     geometry.route_chunk_tokens = plan.route_chunk_tokens
     geometry.timeout_us = int(config.timeout_s * 1_000_000)
+    geometry.recv = _row_format(config.dispatch_payload, config)
+    geometry.grad = _row_format(config.combine_grad_payload, config)
     return geometry
+
+
+def _row_format(payload: Payload, config: EpConfig) -> _C.RowFormat:
+    form = _C.RowFormat()
+    form.format = int(_C.Format[payload.format.upper()])
+    form.is_blocked = int(payload.scale_layout == "blocked")
+    form.row_bytes = payload.row_bytes_for(config.hidden, config.token_dtype)
+    form.scale_row_bytes = payload.scale_row_bytes_for(config.hidden)
+    form.scale_bytes = payload.scale_bytes_for(config.hidden)
+    return form
 
 
 def _offsets(plan: Plan, kind: type[Any], index: int) -> Any:
@@ -376,7 +456,18 @@ def _token_rows(place: Place, rows: torch.Tensor) -> tuple[int, int, int]:
     """Return address, row stride in bytes and number of rows that are pushed; nothing of a rank that refuses."""
     if place.refusal:
         return 0, 0, 0
-    return rows.data_ptr(), rows.stride()[0] * rows.element_size(), rows.shape[0]
+    return rows.data_ptr(), _row_stride_bytes(rows), rows.shape[0]
+
+
+def _row_stride_bytes(rows: torch.Tensor) -> int:
+    return rows.stride()[0] * rows.element_size()
+
+
+def _add_scales(call: _C.DispatchCall, rows: Encoded) -> None:
+    if rows.scales is not None:
+        call.scales, call.scales_row_stride_bytes = rows.scales.data_ptr(), _row_stride_bytes(rows.scales)
+    if rows.row_scales is not None:
+        call.row_scales = rows.row_scales.data_ptr()
 
 
 def _staged(begin: tuple[int, int, int, int, int], rows: Rows, weights: Rows, num_tokens: int) -> _C.CombineCall:

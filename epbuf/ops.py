@@ -28,11 +28,12 @@ from epbuf.checks import (
     check_out,
     check_row_weights,
     check_sent,
+    is_encoded,
     is_plain_combine,
     refusal_of,
     refuse,
 )
-from epbuf.engine import Place, Rows, peer_error
+from epbuf.engine import Encoded, Place, Rows, peer_error
 from epbuf.errors import CapacityError, ConfigError, EpbufError, LeaseError
 from epbuf.lease import Direction, Lease, Ticket, make_ticket_tensor, read_ticket
 
@@ -40,15 +41,18 @@ _LIBRARY = torch.library.Library("epbuf", "DEF")  # type: ignore[no-untyped-call
 
 _SCHEMAS = (
     "route(Tensor(a!) order, Tensor(b!) offs, Tensor(c!) counts, Tensor(d!) overflow, Tensor token, Tensor topk_idx, "
-    "Tensor? num_tokens, Tensor x, Tensor? x_scales, Tensor? topk_weights) -> Tensor",
-    "dispatch(Tensor(a!) order, Tensor(b!) recv_tokens, Tensor(c!) recv_topk_weights, Tensor ticket, Tensor x, "
-    "Tensor? x_scales, Tensor? topk_weights) -> ()",
+    "Tensor? num_tokens, Tensor x, Tensor? x_scales, Tensor? x_row_scales, Tensor? topk_weights) -> Tensor",
+    "dispatch(Tensor(a!) order, Tensor(b!) recv_tokens, Tensor(c!)? recv_scales, Tensor(d!)? recv_row_scales, "
+    "Tensor(e!) recv_topk_weights, Tensor ticket, Tensor x, Tensor? x_scales, Tensor? x_row_scales, "
+    "Tensor? topk_weights) -> ()",
     "combine(Tensor(a!) order, Tensor(b!) out, Tensor token, Tensor? ticket, Tensor expert_out, Tensor? topk_weights) "
     "-> ()",
-    "combine_backward(Tensor(a!) order, Tensor(b!) grad_expert_out, Tensor(c!)? grad_topk_weights, Tensor ticket, "
-    "Tensor grad, Tensor? expert_out, Tensor? topk_weights) -> ()",
+    "combine_backward(Tensor(a!) order, Tensor(b!) grad_expert_out, Tensor(c!)? grad_scales, "
+    "Tensor(d!)? grad_row_scales, Tensor(e!)? grad_rows, Tensor(f!)? grad_topk_weights, Tensor ticket, Tensor grad, "
+    "Tensor? expert_out, Tensor? topk_weights) -> ()",
     "dispatch_backward(Tensor(a!) order, Tensor(b!)? grad_x, Tensor(c!)? grad_topk_weights, Tensor ticket, "
     "Tensor? grad_tokens, Tensor? grad_recv_weights) -> ()",
+    "decode(Tensor(a!) out, Tensor ticket, Tensor tokens, Tensor? scales, Tensor? row_scales) -> ()",
 )
 
 
@@ -101,23 +105,24 @@ def _settle(arena: Arena, outcome: _C.Outcome, attempt: Attempt, op: str) -> Non
 def route(
     order: torch.Tensor, offs: torch.Tensor, counts: torch.Tensor, overflow: torch.Tensor, token: torch.Tensor,
     topk_idx: torch.Tensor, num_tokens: torch.Tensor | None, x: torch.Tensor, x_scales: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
+    x_row_scales: torch.Tensor | None, topk_weights: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Exchange counts, compute slots, claim a forward workspace and the ticket.
 
     Takes the tensors of the dispatch that follows, too: COUNT is the one place where a rank can refuse them.
     """
     handle, frame, lease = token.tolist()
-    arena, tokens = arena_of(handle), Tokens(x, topk_idx, topk_weights, x_scales, num_tokens)
+    arena, tokens = arena_of(handle), Tokens(x, topk_idx, topk_weights, x_scales, x_row_scales, num_tokens)
     ticket, _ = _route(arena, frame, lease, (offs, counts, overflow), tokens)
     return make_ticket_tensor(arena.book, ticket.serial)
 
 
 def dispatch(
-    order: torch.Tensor, recv_tokens: torch.Tensor, recv_topk_weights: torch.Tensor, ticket: torch.Tensor,
-    x: torch.Tensor, x_scales: torch.Tensor | None, topk_weights: torch.Tensor | None,
+    order: torch.Tensor, recv_tokens: torch.Tensor, recv_scales: torch.Tensor | None,
+    recv_row_scales: torch.Tensor | None, recv_topk_weights: torch.Tensor, ticket: torch.Tensor, x: torch.Tensor,
+    x_scales: torch.Tensor | None, x_row_scales: torch.Tensor | None, topk_weights: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Move rows and weights into their slots, zero padding, wait until all have arrived.
+    """Move rows, scales and weights into their slots, zero padding, wait until all have arrived.
 
     Raises:
         CapacityError: overflow_policy="error" and some rank overflowed; on every rank.
@@ -127,14 +132,30 @@ def dispatch(
     frame, attempt = state.frame, Attempt()
     workspace = arena.book.workspace(frame, "forward")
     assert workspace is not None, "route claims the workspace and only combine ends it"
+    filled = Encoded(recv_tokens, recv_scales, recv_row_scales)
 
     def check() -> None:
-        arena.expect("recv_tokens", frame if arena.recv_in_frame else workspace, recv_tokens)
+        index = frame if arena.recv_in_frame else workspace
+        _expect_encoded(arena, filled, arena.received(index), ("recv_tokens", "recv_scales", "recv_row_scales"), index)
         arena.expect("recv_topk_weights", frame, recv_topk_weights)
 
     attempt.run(check)
-    increment_version((recv_tokens, recv_topk_weights))
-    _push(arena, state, Place(frame, workspace), (x, topk_weights), attempt)
+    increment_version((*filled.regions, recv_topk_weights))
+    sent = Tokens(x, x, topk_weights, x_scales, x_row_scales, None)
+    _push(arena, state, Place(frame, workspace), sent, attempt)
+
+
+def _expect_encoded(arena: Arena, given: Encoded, wanted: Encoded, names: tuple[str, str, str], index: int) -> None:
+    """Check that tensors are the regions of rows in a payload, each of those that exist."""
+    pairs = zip(names, _parts(given), _parts(wanted), strict=True)
+    for name, tensor, region in pairs:
+        assert (tensor is None) == (region is None), f"{name}: the plan has it or not"
+        if tensor is not None:
+            arena.expect(name, index, tensor)
+
+
+def _parts(rows: Encoded) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    return rows.data, rows.scales, rows.row_scales
 
 
 def combine(
@@ -154,16 +175,16 @@ def is_direct() -> bool:
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 
-def route_and_dispatch(lease: Lease, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what the ops route and dispatch do, in one call; return both regions and the ticket."""
+def route_and_dispatch(lease: Lease, tokens: Tokens) -> tuple[Encoded, torch.Tensor, torch.Tensor]:
+    """Do what the ops route and dispatch do, in one call; return the regions of rows and weights, and the ticket."""
     arena, frame = cast(Arena, lease.arena), lease.frame
     state, place = _route(arena, frame, lease.serial, arena.routed(frame), tokens)
     ticket = make_ticket_tensor(arena.book, state.serial)
-    recv_tokens = arena.region("recv_tokens", frame if arena.recv_in_frame else place.workspace)
+    filled = arena.received(frame if arena.recv_in_frame else place.workspace)
     recv_topk_weights = arena.region("recv_topk_weights", frame)
-    increment_version((recv_tokens, recv_topk_weights))
-    _push(arena, state, place, (tokens.x, tokens.topk_weights), Attempt())
-    return recv_tokens, recv_topk_weights, ticket
+    increment_version((*filled.regions, recv_topk_weights))
+    _push(arena, state, place, tokens, Attempt())
+    return filled, recv_topk_weights, ticket
 
 
 def combine_lease(
@@ -209,11 +230,10 @@ def _expect_routed(arena: Arena, frame: int, regions: tuple[torch.Tensor, torch.
         arena.expect(name, frame, region)
 
 
-def _push(
-    arena: Arena, state: Ticket, place: Place, sent: tuple[torch.Tensor, torch.Tensor | None], attempt: Attempt
-) -> None:  # fmt: skip
+def _push(arena: Arena, state: Ticket, place: Place, sent: Tokens, attempt: Attempt) -> None:
     graph = arena.book.touch(state.frame, state.recorded_in)
-    outcome = arena.engine.dispatch(place, *sent)
+    rows = Encoded(sent.x, sent.x_scales, sent.x_row_scales) if is_encoded(arena, sent) else sent.x
+    outcome = arena.engine.dispatch(place, rows, sent.topk_weights)
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
     _settle(arena, outcome, attempt, "dispatch")
@@ -263,28 +283,37 @@ def _pull(
 
 
 def combine_backward(
-    order: torch.Tensor, grad_expert_out: torch.Tensor, grad_topk_weights: torch.Tensor | None, ticket: torch.Tensor,
-    grad: torch.Tensor, expert_out: torch.Tensor | None, topk_weights: torch.Tensor | None,
+    order: torch.Tensor, grad_expert_out: torch.Tensor, grad_scales: torch.Tensor | None,
+    grad_row_scales: torch.Tensor | None, grad_rows: torch.Tensor | None, grad_topk_weights: torch.Tensor | None,
+    ticket: torch.Tensor, grad: torch.Tensor, expert_out: torch.Tensor | None, topk_weights: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Move gradients of tokens into the slots of their rows; with weights, make them the rows' and the weights'."""
+    """Move gradients of tokens into the slots of their rows; with weights, make them the rows' and the weights'.
+
+    An encoded gradient is decoded into `grad_rows`, or left as it is where that is None.
+    """
     arena, state = state_of(ticket)
     book, attempt = arena.book, Attempt()
     arena.raise_pending()
     workspace, grad = arena.index_at("grad_expert_out", grad_expert_out), _readable(grad)
+    moved = Encoded(grad_expert_out, grad_scales, grad_row_scales)
+    names = ("grad_expert_out", "grad_expert_out_scales", "grad_expert_out_row_scales")
 
     def check() -> None:
         check_gradient(arena, "the gradient of y", grad, state.num_tokens)
+        _expect_encoded(arena, moved, arena.moved_grads(workspace), names, workspace)
         _claim(arena, state.frame, "backward", workspace)
 
-    refusal = attempt.run(check)
+    place = Place(state.frame, workspace, attempt.run(check))
     book.touch(state.frame, state.recorded_in)
     expects_open = book.recording is not None and state.recorded_in not in (None, book.recording.key)
-    outcome = arena.engine.combine_backward(Place(state.frame, workspace, refusal), grad, expects_open)
+    outcome = arena.engine.combine_backward(place, grad, expects_open)
     _settle(arena, outcome, attempt, "combine backward")
+    if grad_rows is not None:
+        _decode(arena, place, moved, grad_rows, is_grad=True)
     if expert_out is not None and topk_weights is not None and grad_topk_weights is not None:
-        arena.engine.weight_grad(Place(state.frame, workspace), expert_out, topk_weights, grad_topk_weights)
+        arena.engine.weight_grad(place, expert_out, topk_weights, grad_topk_weights, grad_rows)
         increment_version(grad_topk_weights)
-    increment_version(grad_expert_out)
+    increment_version(moved.regions)
 
 
 def dispatch_backward(
@@ -320,6 +349,37 @@ def dispatch_backward(
     _settle(arena, outcome, attempt, "dispatch backward")
     increment_version((arena.region("grad_recv_tokens", workspace), arena.region("grad_recv_topk_weights", workspace)))
     state.returned = True
+
+
+def decode(
+    out: torch.Tensor, ticket: torch.Tensor, tokens: torch.Tensor, scales: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Turn received rows back into the token dtype: those below offs[-1]; of trimmed ones the others become 0.
+
+    Raises:
+        ConfigError: raw bytes, which only their maker can read.
+        LeaseError: save_recv=False, and combine has ended the workspace that they lie in.
+    """
+    arena, state = state_of(ticket)
+    arena.raise_pending()
+    if not arena.recv_payload.is_quantised:
+        raise ConfigError(f'dequantize() of a "{arena.recv_payload.format}" payload: read recv.tokens and recv.scales')
+    if not arena.recv_in_frame and arena.book.workspace(state.frame, "forward") is None:
+        raise LeaseError(
+            f"dequantize() after the combine of frame {state.frame}: with save_recv=False received rows last from "
+            "dispatch to combine; call it before, or plan save_recv=True"
+        )
+    arena.book.touch(state.frame, state.recorded_in)
+    _decode(arena, Place(state.frame, -1), Encoded(tokens, scales, row_scales), out, is_grad=False)
+
+
+def _decode(arena: Arena, place: Place, rows: Encoded, out: torch.Tensor, *, is_grad: bool) -> None:
+    """Decode rows below offs[-1]; of fewer rows than C, those of trim(), the others become 0."""
+    if out.shape[0] != arena.capacity_rows:
+        out.zero_()
+    arena.engine.decode(place, rows, out, is_grad=is_grad)
+    increment_version(out)
 
 
 def _readable(grad: torch.Tensor) -> torch.Tensor:
@@ -442,7 +502,7 @@ def _fake_nothing(*_: object) -> None:
 
 
 def _register() -> None:
-    kernels = {f.__name__: f for f in (route, dispatch, combine, combine_backward, dispatch_backward)}
+    kernels = {f.__name__: f for f in (route, dispatch, combine, combine_backward, dispatch_backward, decode)}
     for schema in _SCHEMAS:
         name = schema.split("(")[0]
         _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
@@ -457,4 +517,5 @@ ROUTE: torch._ops.OpOverload = torch.ops.epbuf.route.default
 DISPATCH: torch._ops.OpOverload = torch.ops.epbuf.dispatch.default
 COMBINE: torch._ops.OpOverload = torch.ops.epbuf.combine.default
 COMBINE_BACKWARD: torch._ops.OpOverload = torch.ops.epbuf.combine_backward.default
+DECODE: torch._ops.OpOverload = torch.ops.epbuf.decode.default
 DISPATCH_BACKWARD: torch._ops.OpOverload = torch.ops.epbuf.dispatch_backward.default

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from epbuf.config import EpConfig, Payload, TokenDtype, round_up
+from epbuf.config import BLOCKED_TILE_ROWS, ROW_ALIGNMENT_BYTES, EpConfig, Payload, TokenDtype, round_up
 from epbuf.errors import ConfigError
 from epbuf.memory_map import Band, Extent, draw_svg, human_bytes
 from epbuf.schedule import Schedule
@@ -162,6 +163,21 @@ class Plan:
         return self.config.dispatch_payload.scale_row_bytes_for(self.config.hidden)
 
     @property
+    def num_scales(self) -> int:
+        """Block scales of a dispatched row, without padding."""
+        return _num_scales(self.config.dispatch_payload, self.config.hidden)
+
+    @property
+    def num_scale_columns(self) -> int:
+        """S: columns that views of received scales show: no padding of a compact row, but that of tiles."""
+        return _num_scale_columns(self.config.dispatch_payload, self.config.hidden)
+
+    @property
+    def num_grad_scale_columns(self) -> int:
+        """S of what combine's backward sends."""
+        return _num_scale_columns(self.config.combine_grad_payload, self.config.hidden)
+
+    @property
     def grad_row_bytes(self) -> int:
         """Bytes of data in a row that combine's backward sends."""
         return self.config.combine_grad_payload.row_bytes_for(self.config.hidden, self.config.token_dtype)
@@ -170,6 +186,48 @@ class Plan:
     def grad_scale_row_bytes(self) -> int:
         """Bytes of block scales in a row that combine's backward sends, padding included."""
         return self.config.combine_grad_payload.scale_row_bytes_for(self.config.hidden)
+
+    def window_nbytes(self, rows: int) -> int:
+        """Return the bytes of `rows` received rows: data, then block scales, then row scales, without gaps.
+
+        Raises:
+            ConfigError: not a number of rows; blocked scales and not whole tiles of 128 rows.
+        """
+        return sum(need.nbytes for need in self._received_needs(rows))
+
+    def carve(self, buffer: Any, rows: int) -> tuple[Any, ...]:
+        """Slice a caller's own buffer into `rows` received rows, as `window_nbytes` sizes it.
+
+        Args:
+            buffer: [n] uint8 torch tensor, contiguous, at a multiple of 16 bytes; what lies behind the rows is unused.
+
+        Shapes: data [rows, H or packed], scales [rows, S] with the padded row as stride or None, and, for nvfp4 only,
+            row_scales [rows] float32.
+
+        Raises:
+            ConfigError: no such buffer, too short, misaligned, or as `window_nbytes`.
+        """
+        needs = self._received_needs(rows)
+        torch = _check_buffer(buffer, rows, sum(need.nbytes for need in needs))
+        views, start = [], 0
+        for need in needs:
+            flat = buffer[start : start + need.nbytes]
+            views.append(flat.view(getattr(torch, need.dtype)).view(need.shape))
+            start += need.nbytes
+        if len(views) == 1:
+            return views[0], None
+        views[1] = views[1][:, : self.num_scale_columns]
+        return tuple(views)
+
+    def _received_needs(self, rows: int) -> list[_Need]:
+        if type(rows) is not int or rows < 0:
+            raise ConfigError(f"rows={rows!r} is no number of rows; pass an int, for example plan.capacity_rows")
+        if self.config.dispatch_payload.scale_layout == "blocked" and rows % BLOCKED_TILE_ROWS:
+            raise ConfigError(
+                f"rows={rows} with blocked scales, which come in tiles of {BLOCKED_TILE_ROWS} rows "
+                f"({rows} % {BLOCKED_TILE_ROWS} = {rows % BLOCKED_TILE_ROWS}); use {round_up(rows, BLOCKED_TILE_ROWS)}"
+            )
+        return _recv_needs(self.config, rows)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -250,6 +308,40 @@ def describe_difference(a_json: str, b_json: str, *, names: tuple[str, str] = ("
         derived = [{key: plan[key] for key in plan if key not in ("config", "schedule")} for plan in (a, b)]
         lines.extend(_differing_fields(derived[0], derived[1], names))
     return "\n".join(lines)
+
+
+def _num_scales(payload: Payload, hidden: int) -> int:
+    if not payload.scale_bytes_for(hidden):
+        return 0
+    return payload.scale_bytes_for(hidden) // _ITEM_BYTES[_SCALE_DTYPE[payload.format]]
+
+
+def _num_scale_columns(payload: Payload, hidden: int) -> int:
+    is_blocked = payload.scale_layout == "blocked"  # of one byte each
+    return payload.scale_row_bytes_for(hidden) if is_blocked else _num_scales(payload, hidden)
+
+
+def _check_buffer(buffer: Any, rows: int, nbytes: int) -> Any:
+    """Check a buffer to carve; return torch, which whoever has a tensor has imported: planning does not need it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(buffer, torch.Tensor):
+        raise ConfigError(f"carve takes a torch tensor, found {type(buffer).__name__}")
+    if buffer.dtype != torch.uint8 or buffer.ndim != 1 or not buffer.is_contiguous():
+        raise ConfigError(
+            f"carve takes a contiguous [n] uint8 tensor, found {list(buffer.shape)} {buffer.dtype} with strides "
+            f"{tuple(buffer.stride())}; pass buffer.view(torch.uint8).view(-1)"
+        )
+    if buffer.shape[0] < nbytes:
+        raise ConfigError(
+            f"carve needs {nbytes} bytes for {rows} rows, found a buffer of {buffer.shape[0]}; "
+            f"allocate plan.window_nbytes({rows})"
+        )
+    if buffer.data_ptr() % ROW_ALIGNMENT_BYTES:
+        raise ConfigError(
+            f"carve needs a buffer at a multiple of {ROW_ALIGNMENT_BYTES} bytes, found address "
+            f"{buffer.data_ptr():#x}, {buffer.data_ptr() % ROW_ALIGNMENT_BYTES} past one; slice it there"
+        )
+    return torch
 
 
 def _differing_fields(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str], prefix: str = "") -> Iterator[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epbuf.config import EpConfig, round_up
+from epbuf.config import EpConfig, Payload, round_up
 
 NO_SLOT = -1
 _RANK_SHIFT = 32
@@ -147,6 +147,99 @@ def dispatch(
     return recv_tokens, recv_topk_weights, written
 
 
+@dataclass(frozen=True)
+class Quantised:
+    """Rows in the format of a payload.
+
+    Shapes: data [rows, H] uint8 (E4M3 bytes) or [rows, H / 2] (pairs of E2M1, the even element in the lower half),
+        scales [rows, S] uint8 (E8M0 or E4M3 bytes) or float32, row_scales [rows] float32 for nvfp4, else None.
+    """
+
+    data: Tensor
+    scales: Tensor
+    row_scales: Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Those that exist."""
+        return (self.data, self.scales) if self.row_scales is None else (self.data, self.scales, self.row_scales)
+
+
+def quantise(payload: Payload, rows: Tensor) -> Quantised:
+    """Encode rows: scales from the largest magnitude of each block, elements rounded to nearest even.
+
+    In float64, where every quotient that is compared is exact enough, but for fp8_block128, which is defined by two
+    divisions in float32. A block (for nvfp4: a row) with an infinity or a NaN is NaN when it is decoded.
+
+    mxfp8: 1000 / 448 is 2.23, so the scale is 4 (byte 129), and 250 becomes 256 (code 0x78):
+
+    >>> rows = torch.tensor([[1000.0] + [0.0] * 31])
+    >>> encoded = quantise(Payload.mxfp8(), rows)
+    >>> encoded.scales.tolist(), hex(encoded.data[0, 0])
+    ([[129]], '0x78')
+    >>> dequantise(Payload.mxfp8(), encoded, torch.float32)[0, :2].tolist()
+    [1024.0, 0.0]
+
+    Shapes: rows [rows, H] of a token dtype.
+    """
+    blocks = _cut(rows.double(), payload)
+    amax = blocks.abs().amax(dim=2)
+    if payload.format == "mxfp8":
+        return _mxfp8(blocks, amax)
+    return _nvfp4(blocks, amax) if payload.format == "nvfp4" else _fp8_block128(blocks, amax)
+
+
+def dequantise(payload: Payload, encoded: Quantised, dtype: torch.dtype) -> Tensor:
+    """Decode rows: element times scale in float32, at most the largest number of `dtype`, then rounded to it.
+
+    Shapes: result [rows, H].
+    """
+    limit = torch.finfo(dtype).max
+    if payload.format == "nvfp4":
+        assert encoded.row_scales is not None
+        codes = torch.stack([encoded.data & 15, encoded.data >> 4], dim=2).flatten(1).long()
+        values = _cut(_signed(codes, E2M1, 8), payload)
+        values = (values * _signed(encoded.scales.long(), E4M3, 128)[:, :, None]).float()
+        scales = encoded.row_scales[:, None, None].expand_as(values)
+    else:
+        values = _cut(_signed(encoded.data.long(), E4M3, 128).float(), payload)
+        scales = encoded.scales[:, :, None] if payload.format == "fp8_block128" else _powers(encoded.scales)[:, :, None]
+    product = values * scales
+    is_limited = scales.isfinite() & values.isfinite()
+    return torch.where(is_limited, product.clamp(-limit, limit), product).to(dtype).flatten(1)
+
+
+def blocked(scales: Tensor) -> Tensor:
+    """Order scales of one byte as block-scaled GEMMs read them: tiles of 128 rows and 4 scales, one after the other.
+
+    In a tile rows 0, 32, 64 and 96 come first, four scales each, then rows 1, 33, 65 and 97, and so on.
+
+    >>> first = blocked(torch.arange(128 * 4).view(128, 4)).flatten()[:20].tolist()
+    >>> first[:8], first[16:]
+    ([0, 1, 2, 3, 128, 129, 130, 131], [4, 5, 6, 7])
+
+    Shapes: scales [rows, S], rows a multiple of 128; result [rows, S rounded up to 4].
+    """
+    padded = torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)  # [tile, row group, row, tile, scale]
+    return tiles.permute(0, 3, 2, 1, 4).reshape(padded.shape)
+
+
+def dispatch_quantised(
+    config: EpConfig, capacity_rows: int, routing: Routing, payload: Payload, x: Sequence[Tensor]
+) -> list[Quantised]:
+    """Quantise every row and copy it into its slots; padding rows are 0 in data, scales and row scales.
+
+    Rows past the last zone are 0 here, and not written there. Scales lie row by row, whatever the layout.
+
+    Shapes: x[r] [T_r, H] token dtype; results as `Quantised`, C rows.
+    """
+    sent = list(zip(*(quantise(payload, rows).parts for rows in x), strict=True))  # by part, then by rank
+    return [
+        Quantised(*(_place(capacity_rows, routing, dest, parts) for parts in sent)) for dest in range(config.num_ranks)
+    ]
+
+
 def combine(
     config: EpConfig,
     routing: Routing,
@@ -233,6 +326,90 @@ def dispatch_backward(
         for slots in routing.slot_map
     ]
     return dx, dw
+
+
+def _code_values(exponent_bits: int, mantissa_bits: int, bias: int) -> Tensor:
+    """List the values of the codes of a small float without sign, in float64: subnormals, then normals."""
+    values = []
+    for code in range(1 << (exponent_bits + mantissa_bits)):
+        exponent, mantissa = code >> mantissa_bits, (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+        values.append(mantissa * 2.0 ** (1 - bias) if exponent == 0 else (1 + mantissa) * 2.0 ** (exponent - bias))
+    return torch.tensor(values, dtype=torch.float64)
+
+
+E2M1 = _code_values(2, 1, 1)
+"""The values of the 8 codes of E2M1: 0 to 6. Source: OCP Microscaling Formats (MX) v1.0, section 5.3.3."""
+
+E4M3 = torch.cat([_code_values(4, 3, 7)[:-1], torch.tensor([torch.nan], dtype=torch.float64)])
+"""The values of the 128 codes of E4M3: 0 to 448, and NaN. Source: OCP OFP8 revision 1.0, section 5."""
+
+
+def _nearest(values: Tensor, grid: Tensor) -> Tensor:
+    """Return the index of the nearest value of a grid, halfway the even one; the last beyond the grid.
+
+    Shapes: values [...] float64 >= 0, grid [n] ascending from 0.
+    """
+    above = torch.searchsorted(grid, values.contiguous()).clamp(1, len(grid) - 1)
+    to_below, to_above = values - grid[above - 1], grid[above] - values
+    takes_above = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
+    return torch.where(takes_above, above, above - 1)
+
+
+def _e4m3(values: Tensor) -> Tensor:
+    """Encode float64: nearest, ties to even, saturating; every NaN is 0x7F."""
+    codes = _nearest(values.abs().nan_to_num(0.0), E4M3[:-1]) + 128 * values.signbit()
+    return torch.where(values.isnan(), 0x7F, codes).to(torch.uint8)
+
+
+def _signed(codes: Tensor, values: Tensor, sign: int) -> Tensor:
+    magnitude = values[codes & (sign - 1)]
+    return torch.where(codes & sign != 0, -magnitude, magnitude)
+
+
+def _cut(rows: Tensor, payload: Payload) -> Tensor:
+    """Cut rows into blocks. Shapes: rows [rows, H]; result [rows, H / block, block]."""
+    return rows.reshape(len(rows), rows.shape[1] // payload.scale_block, payload.scale_block)
+
+
+def _powers(scales: Tensor) -> Tensor:
+    """Decode E8M0 bytes."""
+    powers = torch.ldexp(torch.ones((), dtype=torch.float64), scales.double() - 127).float()
+    return torch.where(scales == 255, torch.nan, powers)
+
+
+def _mxfp8(blocks: Tensor, amax: Tensor) -> Quantised:
+    mantissa, exponent = torch.frexp(amax / 448)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(min=-127)
+    scales = torch.where(amax.isfinite(), torch.where(amax == 0, 0, exponent + 127), 255)
+    shift = torch.where(scales == 0, 0, 127 - scales)[:, :, None]
+    elements = torch.where(scales[:, :, None] == 255, torch.nan, torch.ldexp(blocks, shift))
+    return Quantised(_e4m3(elements).flatten(1), scales.to(torch.uint8))
+
+
+def _fp8_block128(blocks: Tensor, amax: Tensor) -> Quantised:
+    scales = amax.float() / 448
+    scales = torch.where(scales == 0, 1.0, scales)
+    return Quantised(_e4m3((blocks.float() / scales[:, :, None]).double()).flatten(1), scales)
+
+
+def _nvfp4(blocks: Tensor, amax: Tensor) -> Quantised:
+    row_scales = amax.amax(dim=1).float() / (448 * 6)
+    row_scales = torch.where(row_scales == 0, 1.0, row_scales)
+    scales = _e4m3(amax / (6 * row_scales.double()[:, None]))
+    divisor = (E4M3[scales.long()] * row_scales.double()[:, None])[:, :, None]
+    is_usable = divisor.isfinite() & (divisor != 0)
+    magnitudes = torch.where(is_usable, blocks.abs() / divisor, 0.0)
+    codes = (_nearest(magnitudes, E2M1) + 8 * blocks.signbit()).flatten(1).to(torch.uint8)
+    return Quantised(codes[:, ::2] | codes[:, 1::2] << 4, scales, row_scales)
+
+
+def _place(capacity_rows: int, routing: Routing, dest: int, parts: Sequence[Tensor]) -> Tensor:
+    """Copy the rows of every rank into their slots on rank `dest`, and zeros everywhere else."""
+    placed = parts[dest].new_zeros(capacity_rows, *parts[dest].shape[1:])
+    for src, slots in enumerate(routing.slot_map):
+        token, k = (slot_ranks(slots) == dest).nonzero(as_tuple=True)
+        placed[slot_rows(slots)[token, k]] = parts[src][token]
+    return placed
 
 
 def _live_ids(

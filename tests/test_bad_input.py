@@ -17,6 +17,7 @@ from routings import base_config, named_case
 from torch import Tensor
 
 import epbuf
+from epbuf.engine import open_engine
 from epbuf.errors import ConfigError, EpbufError, LeaseError
 
 Spread = Callable[..., list[Any]]
@@ -403,18 +404,26 @@ def test_open_takes_a_plan() -> None:
         epbuf.Arena.open(base_config(1))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("payload", ["mxfp8", "fp8_block128", "nvfp4"])
-def test_open_refuses_payloads_that_cannot_be_moved_yet(payload: str) -> None:
-    """A quantised payload can be planned; opening names it until its ops exist."""
-    plan = epbuf.Plan.build(base_config(1, hidden=128, dispatch_payload=payload))
-    with pytest.raises(ConfigError, match=payload):
+@pytest.mark.parametrize("field", ["dispatch_payload", "combine_grad_payload"])
+def test_the_cuda_engine_refuses_payloads_that_it_cannot_move_yet(field: str) -> None:
+    """It says which payload, and what to do, before it touches a device."""
+    plan = epbuf.Plan.build(base_config(1, hidden=128, **{field: "mxfp8"}))
+    with pytest.raises(ConfigError, match=rf'{field}="mxfp8".*CUDA.*"same"'):
+        open_engine("native", plan, 0, None, torch.device("cuda", 0))  # type: ignore[arg-type]
+
+
+def test_raw_gradients_must_fit_into_a_gradient_row() -> None:
+    """Raw gradient rows are the first bytes of y's gradient: open refuses larger ones with both sizes."""
+    plan = epbuf.Plan.build(base_config(1, combine_grad_payload=epbuf.Payload.raw(32, 16)))
+    with pytest.raises(ConfigError, match=r"32 bytes.*16 of scales.*32 bytes"):
         epbuf.Arena.open(plan)
 
 
 def test_unpack_takes_raw_gradients_only() -> None:
     """unpack() of an ordinary tensor is refused, with what it takes."""
-    with pytest.raises(ConfigError, match=r"raw_grad"):
-        epbuf.unpack(torch.ones(3, 4))
+    for foreign in (torch.ones(3, 4), torch.full((), torch.nan).expand(3, 4), [1.0]):
+        with pytest.raises(ConfigError, match=r"raw_grad"):
+            epbuf.unpack(foreign)  # type: ignore[arg-type]
 
 
 def test_open_in_inference_mode_is_refused() -> None:

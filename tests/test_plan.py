@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -154,6 +155,33 @@ def test_recv_of_deepseek_v3_in_mxfp8_is_346_and_a_half_mib() -> None:
     plan = build(DEEPSEEK, dispatch_payload="mxfp8", combine_grad_payload="fp8_block128")
     assert plan.region("recv_tokens").nbytes + plan.region("recv_scales").nbytes == 346.5 * MIB
     assert (plan.row_bytes, plan.scale_row_bytes) == (7168, 224) == (plan.grad_row_bytes, plan.grad_scale_row_bytes)
+
+
+def test_window_nbytes_is_data_then_scales() -> None:
+    """R=8 T=4096 H=7168 E=256 K=8 C=49152: what a caller's own buffer must hold, to the byte."""
+    sizes = {"num_ranks": 8, "num_experts": 256, "num_topk": 8, "hidden": 7168, "max_tokens_per_rank": 4096}
+    mxfp8, same = (
+        Plan.build(EpConfig(**sizes, recv_capacity_per_rank=49152, dispatch_payload=word)) for word in ("mxfp8", "same")
+    )
+    assert mxfp8.window_nbytes(mxfp8.capacity_rows) == 346.5 * 2**20
+    assert same.window_nbytes(same.capacity_rows) == 672 * 2**20
+    nvfp4 = Plan.build(EpConfig(**sizes, dispatch_payload="nvfp4"))
+    assert nvfp4.window_nbytes(3) == 3 * (3584 + 448 + 4) and nvfp4.window_nbytes(0) == 0
+
+
+@pytest.mark.parametrize("rows", [-1, 2.0, True, None], ids=str)
+def test_window_nbytes_of_no_number_of_rows(rows: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"rows={rows!r}")):
+        Plan.build(EpConfig(**SMALL)).window_nbytes(rows)
+
+
+def test_window_nbytes_of_half_a_tile() -> None:
+    blocked = Payload.mxfp8(scale_layout="blocked")
+    config = EpConfig(**SMALL | {"hidden": 128, "expert_alignment": 128, "dispatch_payload": blocked})
+    plan = Plan.build(config)
+    with pytest.raises(ConfigError, match=r"rows=130.*128.*use 256"):
+        plan.window_nbytes(130)
+    assert plan.window_nbytes(256) == 256 * (128 + 4)
 
 
 def test_recv_scales_of_gpt_oss_in_mxfp8_have_rows_of_96_bytes() -> None:

@@ -238,4 +238,3 @@ def test_ranks_with_other_histories_meet_in_an_aligned_store() -> None:
         first.wait([f"SymmetricMemory/{7 + round_number}/1"], timedelta(seconds=1))
         assert first.get(f"SymmetricMemory/{7 + round_number}/1") == f"from 1 in {round_number}".encode()
         assert second.get(f"SymmetricMemory/{3 + round_number}/0") == f"from 0 in {round_number}".encode()
-    assert not second.check(["SymmetricMemory/5/0"])

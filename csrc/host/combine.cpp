@@ -175,7 +175,9 @@ void run_weight_grad(const Context& context, const WeightGradCall& call) {
   const auto* expert_out = reinterpret_cast<const std::byte*>(call.expert_out);
   const auto* weights = reinterpret_cast<const float*>(call.weights);
   auto* grad_weights = reinterpret_cast<float*>(call.grad_weights);
-  std::byte* grad = context.windows().own<std::byte>(context.backward(call.workspace).grad_expert_out);
+  const std::int64_t own_grad = context.backward(call.workspace).grad_expert_out;
+  std::byte* grad =
+      call.grad_rows != 0 ? reinterpret_cast<std::byte*>(call.grad_rows) : context.windows().own<std::byte>(own_grad);
   for (std::int64_t row = 0; row < num_rows; ++row, grad += g.token_row_bytes) {
     grad_weights[row] = context.kernels().dot(expert_out + row * call.expert_out_row_stride_bytes, grad, g.hidden);
     context.kernels().scale(grad, weights[row], grad, g.hidden);

@@ -77,6 +77,10 @@ std::int64_t Context::num_live_rows(std::int32_t frame_idx) const {
   return offs(frame_idx)[geometry_.num_local_experts - 1];
 }
 
+std::int64_t Context::row_bytes(const RowFormat& format) const {
+  return format.format == kSame ? geometry_.token_row_bytes : format.row_bytes;
+}
+
 void Context::check_num_tokens(std::int32_t num_tokens) const {
   EPBUF_CHECK(num_tokens >= 0 && num_tokens <= geometry_.max_tokens_per_rank, "num_tokens is ", num_tokens,
               "; the arena holds 0 to ", geometry_.max_tokens_per_rank);

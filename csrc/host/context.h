@@ -13,6 +13,8 @@
 
 namespace epbuf {
 
+inline bool is_quantised(const RowFormat& format) { return format.format != kSame && format.format != kRaw; }
+
 // A signal of this rank: which cells of every peer carry it and what they say.
 struct Signal {
   Phase phase;
@@ -42,8 +44,9 @@ class Context {
   BackwardCounters& backward_counters(std::int32_t workspace) const;
 
   const std::int64_t* slot_map(std::int32_t frame) const;
-  const std::int32_t* offs(std::int32_t frame) const;    // [L]
-  std::int64_t num_live_rows(std::int32_t frame) const;  // offs[-1]
+  const std::int32_t* offs(std::int32_t frame) const;     // [L]
+  std::int64_t num_live_rows(std::int32_t frame) const;   // offs[-1]
+  std::int64_t row_bytes(const RowFormat& format) const;  // data of one row
   void check_num_tokens(std::int32_t num_tokens) const;
 
   // Publishes to all ranks and waits for the same signal from all.
@@ -81,5 +84,6 @@ Status run_combine(Context& context, const OpState& op, const CombineCall& call,
 Status run_combine_backward(Context& context, const OpState& op, const DispatchCall& call, Outcome* outcome);
 Status run_dispatch_backward(Context& context, const OpState& op, const CombineCall& call, Outcome* outcome);
 void run_weight_grad(const Context& context, const WeightGradCall& call);
+void run_decode(const Context& context, const DecodeCall& call);
 
 }  // namespace epbuf

@@ -1,26 +1,90 @@
-// Dispatch and combine backward: push rows into the peers' slots, zero the padding of the own zones.
+// Dispatch and combine backward: push rows, encoded on the way, into the peers' slots; zero the padding of the own
+// zones. Back from a quantised format.
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
+#include "../formats.h"
+#include "codec.h"
 #include "context.h"
 #include "slot.h"
 
 namespace epbuf {
 namespace {
 
-// Where pushed rows land in every window.
+// Where pushed rows land in every window; -1 where nothing of the kind travels.
 struct Target {
+  const RowFormat& format;
   std::int64_t rows_offset;
-  std::int64_t weights_offset;  // -1: no weights travel
+  std::int64_t scales_offset;
+  std::int64_t row_scales_offset;
+  std::int64_t weights_offset;
 };
 
-void push_row(const Context& context, const DispatchCall& call, const Target& target, std::int64_t token, Slot slot) {
-  const std::int64_t row_bytes = context.geometry().token_row_bytes;
-  std::byte* to = context.windows().at<std::byte>(slot.rank, target.rows_offset) + slot.row * row_bytes;
-  if (call.rows == 0) {
-    std::memset(to, 0, static_cast<std::size_t>(row_bytes));  // a missing gradient counts as rows of zeros
-  } else {
-    const std::byte* from = reinterpret_cast<const std::byte*>(call.rows) + token * call.row_stride_bytes;
-    std::memcpy(to, from, static_cast<std::size_t>(row_bytes));
+// The rows of a call in the format that travels. A row that is encoded already is read where it lies.
+class SentRows {
+ public:
+  SentRows(const Context& context, const DispatchCall& call, const RowFormat& format)
+      : codec_(codec(context.geometry().token_dtype)),
+        call_(call),
+        format_(format),
+        num_elems_(context.geometry().hidden),
+        encodes_(call.rows != 0 && is_quantised(format) && call.scales == 0),
+        data_(static_cast<std::size_t>(encodes_ || call.rows == 0 ? context.row_bytes(format) : 0)),
+        scales_(static_cast<std::size_t>(format.scale_row_bytes)),
+        row_{data_.data(), scales_.data(), 0.0f} {}
+
+  // Valid until the next call. A missing gradient counts as rows of zeros, with scales of zero.
+  const EncodedRow& row(std::int64_t token) {
+    if (call_.rows == 0) return row_;
+    const auto* from = reinterpret_cast<const std::byte*>(call_.rows) + token * call_.row_stride_bytes;
+    if (encodes_) {
+      codec_.encode(format_.format, from, num_elems_, &row_);
+    } else {
+      row_.data = const_cast<std::byte*>(from);
+      take_scales(token);
+    }
+    return row_;
+  }
+
+ private:
+  void take_scales(std::int64_t token) {
+    if (call_.scales == 0) return;
+    const auto* from = reinterpret_cast<const std::byte*>(call_.scales) + token * call_.scales_row_stride_bytes;
+    std::memcpy(row_.scales, from, static_cast<std::size_t>(format_.scale_bytes));
+    if (call_.row_scales != 0) row_.row_scale = reinterpret_cast<const float*>(call_.row_scales)[token];
+  }
+
+  const Codec& codec_;
+  const DispatchCall& call_;
+  const RowFormat& format_;
+  std::int64_t num_elems_;
+  bool encodes_;
+  std::vector<std::byte> data_;
+  std::vector<std::byte> scales_;  // the padding behind a row's scales stays zero
+  EncodedRow row_;
+};
+
+void write_scales(const RowFormat& format, std::byte* region, std::int64_t row, const std::byte* scales) {
+  if (format.is_blocked == 0) {
+    std::memcpy(region + row * format.scale_row_bytes, scales, static_cast<std::size_t>(format.scale_row_bytes));
+    return;
+  }
+  for (std::int64_t scale = 0; scale < format.scale_row_bytes; scale += kTileScales) {
+    std::memcpy(region + blocked_scale_offset(row, scale, format.scale_row_bytes), scales + scale, kTileScales);
+  }
+}
+
+void push_row(const Context& context, const Target& target, const EncodedRow& row, Slot slot) {
+  const Windows& windows = context.windows();
+  const std::int64_t row_bytes = context.row_bytes(target.format);
+  std::byte* to = windows.at<std::byte>(slot.rank, target.rows_offset) + slot.row * row_bytes;
+  std::memcpy(to, row.data, static_cast<std::size_t>(row_bytes));
+  if (target.scales_offset >= 0) {
+    write_scales(target.format, windows.at<std::byte>(slot.rank, target.scales_offset), slot.row, row.scales);
+  }
+  if (target.row_scales_offset >= 0) {
+    windows.at<float>(slot.rank, target.row_scales_offset)[slot.row] = row.row_scale;
   }
 }
 
@@ -29,24 +93,40 @@ float weight_of(const DispatchCall& call, std::int64_t token, std::int32_t k) {
   return reinterpret_cast<const float*>(call.topk_weights)[token * call.topk_weights_row_stride + k];
 }
 
-void push_token(const Context& context, const DispatchCall& call, const Target& target, std::int64_t token) {
+// A token without a slot is not read.
+void push_token(const Context& context, const DispatchCall& call, const Target& target, std::int64_t token,
+                SentRows* rows) {
   const std::int32_t num_topk = context.geometry().num_topk;
   const std::int64_t* slots = context.slot_map(call.frame) + token * num_topk;
+  const EncodedRow* row = nullptr;
   for (std::int32_t k = 0; k < num_topk; ++k) {
     if (slots[k] == kNoSlot) continue;
     const Slot slot = unpack_slot(slots[k]);
-    push_row(context, call, target, token, slot);
+    if (row == nullptr) row = &rows->row(token);
+    push_row(context, target, *row, slot);
     if (target.weights_offset < 0) continue;
     context.windows().at<float>(slot.rank, target.weights_offset)[slot.row] = weight_of(call, token, k);
   }
 }
 
+void zero_scales(const Context& context, const Target& target, std::int64_t begin, std::int64_t end) {
+  const std::vector<std::byte> zeros(static_cast<std::size_t>(target.format.scale_row_bytes));
+  std::byte* region = context.windows().own<std::byte>(target.scales_offset);
+  for (std::int64_t row = begin; row < end; ++row) write_scales(target.format, region, row, zeros.data());
+}
+
+void zero_floats(const Context& context, std::int64_t offset, std::int64_t begin, std::int64_t end) {
+  if (offset < 0) return;
+  std::memset(context.windows().own<float>(offset) + begin, 0, static_cast<std::size_t>(end - begin) * sizeof(float));
+}
+
 void zero_rows(const Context& context, const Target& target, std::int64_t begin, std::int64_t end) {
-  const std::int64_t row_bytes = context.geometry().token_row_bytes;
-  const auto num_rows = static_cast<std::size_t>(end - begin);
-  std::memset(context.windows().own<std::byte>(target.rows_offset) + begin * row_bytes, 0, num_rows * row_bytes);
-  if (target.weights_offset < 0) return;
-  std::memset(context.windows().own<float>(target.weights_offset) + begin, 0, num_rows * sizeof(float));
+  const std::int64_t row_bytes = context.row_bytes(target.format);
+  std::byte* rows = context.windows().own<std::byte>(target.rows_offset) + begin * row_bytes;
+  std::memset(rows, 0, static_cast<std::size_t>((end - begin) * row_bytes));
+  if (target.scales_offset >= 0) zero_scales(context, target, begin, end);
+  zero_floats(context, target.row_scales_offset, begin, end);
+  zero_floats(context, target.weights_offset, begin, end);
 }
 
 // Every round, because the user may have written there since; the peers' rows are elsewhere, so no order is needed.
@@ -61,16 +141,55 @@ void zero_padding(const Context& context, std::int32_t frame, const Target& targ
 }
 
 void push_all(const Context& context, const DispatchCall& call, const Target& target) {
-  for (std::int64_t token = 0; token < call.num_tokens; ++token) push_token(context, call, target, token);
+  SentRows rows(context, call, target.format);
+  for (std::int64_t token = 0; token < call.num_tokens; ++token) push_token(context, call, target, token, &rows);
   zero_padding(context, call.frame, target);
 }
 
 // recv_tokens lie in the frame or, with save_recv=False, in the forward workspace.
 Target forward_target(const Context& context, const DispatchCall& call) {
   const FrameOffsets& frame = context.frame(call.frame);
-  const bool in_frame = frame.recv_tokens >= 0;
-  return {in_frame ? frame.recv_tokens : context.forward(call.workspace).recv_tokens, frame.recv_topk_weights};
+  const RowFormat& format = context.geometry().recv;
+  const auto target = [&](const auto& set) {
+    return Target{format, set.recv_tokens, format.scale_row_bytes > 0 ? set.recv_scales : -1,
+                  format.format == kNvfp4 ? set.recv_row_scales : -1, frame.recv_topk_weights};
+  };
+  return frame.recv_tokens >= 0 ? target(frame) : target(context.forward(call.workspace));
 }
+
+Target backward_target(const Context& context, const DispatchCall& call) {
+  const BackwardOffsets& workspace = context.backward(call.workspace);
+  const RowFormat& format = context.geometry().grad;
+  return {format, workspace.grad_expert_out, format.scale_row_bytes > 0 ? workspace.grad_expert_out_scales : -1,
+          format.format == kNvfp4 ? workspace.grad_expert_out_row_scales : -1, -1};
+}
+
+// Rows as they lie in a receive region.
+class ReceivedRows {
+ public:
+  ReceivedRows(const DecodeCall& call, const RowFormat& format)
+      : call_(call), format_(format), scales_(static_cast<std::size_t>(format.scale_row_bytes)) {}
+
+  std::byte* data(std::int64_t row) const {
+    return reinterpret_cast<std::byte*>(call_.data) + row * call_.row_stride_bytes;
+  }
+
+  // Of one row, one after the other; valid until the next call.
+  std::byte* scales(std::int64_t row) {
+    auto* region = reinterpret_cast<std::byte*>(call_.scales);
+    if (format_.is_blocked == 0) return region + row * call_.scales_row_stride_bytes;
+    for (std::int64_t scale = 0; scale < format_.scale_row_bytes; scale += kTileScales) {
+      std::memcpy(scales_.data() + scale, region + blocked_scale_offset(row, scale, format_.scale_row_bytes),
+                  kTileScales);
+    }
+    return scales_.data();
+  }
+
+ private:
+  const DecodeCall& call_;
+  const RowFormat& format_;
+  std::vector<std::byte> scales_;
+};
 
 void note_open(Context& context, const DispatchCall& call) {
   if (call.expects_open != 0 && context.frame_counters(call.frame).open == 0) context.control().count_early_reuse();
@@ -82,19 +201,25 @@ Status await_grad_ack(const Context& context, const OpState& op, std::int32_t wo
   return context.await(op, {kPhaseGradAck, context.backward(workspace).grad_ack_cells, last_use, 0});
 }
 
-}  // namespace
-
-void check_dispatch(const Context& context, const DispatchCall& call) {
+void check_rows(const Context& context, const DispatchCall& call, const RowFormat& format) {
   context.frame(call.frame);
   if (call.refusal != kRefusalNone) return;
   context.check_num_tokens(call.num_tokens);
-  EPBUF_CHECK(call.scales == 0 && call.row_scales == 0,
-              "the host engine moves rows of the token dtype, without scales");
+  EPBUF_CHECK(call.scales == 0 || format.scale_row_bytes > 0, "scales were given, and format ", format.format,
+              " has none");
+  EPBUF_CHECK(call.row_scales == 0 || format.format == kNvfp4, "row scales were given, and format ", format.format,
+              " has none");
+}
+
+}  // namespace
+
+void check_dispatch(const Context& context, const DispatchCall& call) {
+  check_rows(context, call, context.geometry().recv);
 }
 
 void check_combine_backward(const Context& context, const DispatchCall& call) {
   context.backward(call.workspace);
-  check_dispatch(context, call);
+  check_rows(context, call, context.geometry().grad);
 }
 
 // The round was agreed on by route, so ARRIVED is the only signal; it carries the refusal of a rank that found its rows
@@ -118,10 +243,24 @@ Status run_combine_backward(Context& context, const OpState& op, const DispatchC
   const bool refused = context.find_refusal(op, go, outcome);
   if (!refused) {
     note_open(context, call);
-    push_all(context, call, {workspace.grad_expert_out, -1});
+    push_all(context, call, backward_target(context, call));
   }
   EPBUF_TRY(context.exchange(op, {kPhaseGradArrived, workspace.grad_arrived_cells, use, 0}));
   return refused ? kRefused : kOk;
+}
+
+void run_decode(const Context& context, const DecodeCall& call) {
+  const Geometry& g = context.geometry();
+  const RowFormat& format = call.is_grad != 0 ? g.grad : g.recv;
+  EPBUF_CHECK(is_quantised(format), "rows of format ", format.format, " were to be decoded");
+  const std::int64_t num_rows = std::min(context.num_live_rows(call.frame), call.num_rows);
+  const auto* row_scales = reinterpret_cast<const float*>(call.row_scales);
+  auto* out = reinterpret_cast<std::byte*>(call.out);
+  ReceivedRows rows(call, format);
+  for (std::int64_t row = 0; row < num_rows; ++row, out += g.token_row_bytes) {
+    const EncodedRow from{rows.data(row), rows.scales(row), row_scales != nullptr ? row_scales[row] : 0.0f};
+    codec(g.token_dtype).decode(format.format, from, out, g.hidden);
+  }
 }
 
 }  // namespace epbuf

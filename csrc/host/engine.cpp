@@ -37,6 +37,16 @@ Outcome HostEngine::run(OpState op, Body body) {
   return outcome;
 }
 
+// The peers have no part in it.
+template <typename Body>
+Outcome HostEngine::run_local(Body body) {
+  const std::lock_guard<std::mutex> guard(op_mutex_);
+  Outcome outcome = empty_outcome();
+  outcome.status = context_.control().poisoned() ? kPoisoned : kOk;
+  if (outcome.status == kOk) body();
+  return outcome;
+}
+
 Outcome HostEngine::route(const RouteCall& call) {
   check_route(context_, call);
   return run(state_of(kOpRoute, call),
@@ -68,11 +78,11 @@ Outcome HostEngine::dispatch_backward(const CombineCall& call) {
 }
 
 Outcome HostEngine::weight_grad(const WeightGradCall& call) {
-  const std::lock_guard<std::mutex> guard(op_mutex_);
-  Outcome outcome = empty_outcome();
-  outcome.status = context_.control().poisoned() ? kPoisoned : kOk;
-  if (outcome.status == kOk) run_weight_grad(context_, call);
-  return outcome;
+  return run_local([&] { run_weight_grad(context_, call); });
+}
+
+Outcome HostEngine::decode(const DecodeCall& call) {
+  return run_local([&] { run_decode(context_, call); });
 }
 
 Control HostEngine::control() const { return context_.control().snapshot(); }

@@ -25,6 +25,7 @@ class HostEngine {
   Outcome combine_backward(const DispatchCall& call);
   Outcome dispatch_backward(const CombineCall& call);
   Outcome weight_grad(const WeightGradCall& call);  // local
+  Outcome decode(const DecodeCall& call);           // local
 
   Control control() const;
   std::vector<Progress> progress() const;  // of every rank, as last seen here
@@ -35,6 +36,8 @@ class HostEngine {
  private:
   template <typename Body>
   Outcome run(OpState op, Body body);
+  template <typename Body>
+  Outcome run_local(Body body);
 
   Context context_;
   std::mutex op_mutex_;

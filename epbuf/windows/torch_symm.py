@@ -8,14 +8,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from epbuf.errors import ConfigError, NativeError
 from epbuf.windows.device import device_bytes
 from epbuf.windows.group import Group, TorchGroup
 
 
-class AlignedStore(dist.Store):
+class AlignedStore(c10d.Store):
     """A store for one rendezvous, in which its ranks find each other whatever rendezvous each was in before.
 
     torch numbers the exchanges of a process, over all its groups, and puts the number into the keys: a rank that has
@@ -24,7 +24,7 @@ class AlignedStore(dist.Store):
     Source of the keys, `PREFIX/NUMBER/RANK`: torch/csrc/distributed/c10d/symm_mem, torch 2.11 to 2.14.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: c10d.Store) -> None:
         super().__init__()
         self._store = store
         self._first: int | None = None
@@ -41,10 +41,7 @@ class AlignedStore(dist.Store):
         self._store.set(self._aligned(key), value)
 
     def get(self, key: str) -> bytes:
-        return self._store.get(self._aligned(key))
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check([self._aligned(key) for key in keys])
+        return bytes(self._store.get(self._aligned(key)))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         aligned = [self._aligned(key) for key in keys]
@@ -54,7 +51,7 @@ class AlignedStore(dist.Store):
 def _register(group: TorchGroup) -> tuple[str, AlignedStore]:
     """Give torch's symmetric memory the group under a name that is used for one rendezvous. Collective."""
     name = f"epbuf-{group.all_gather(uuid.uuid4().hex)[0]}"
-    store = AlignedStore(dist.PrefixStore(name, dist.distributed_c10d._get_process_group_store(group.process_group)))
+    store = AlignedStore(c10d.PrefixStore(name, c10d._get_process_group_store(group.process_group)))
     torch._C._distributed_c10d._SymmetricMemory.set_group_info(name, group.rank, group.size, store)
     return name, store
 
