@@ -224,7 +224,6 @@ void bind_enums(py::module_& m) {
 
 void bind_host_engine(py::module_& m) {
   bind_engine<HostEngine>(m, "HostEngine")
-      .def("decode", &HostEngine::decode, py::call_guard<py::gil_scoped_release>())
       .def(py::init<const Geometry&, const ArenaOffsets&, std::vector<FrameOffsets>, std::vector<ForwardOffsets>,
                     std::vector<BackwardOffsets>, std::vector<std::uint64_t>>(),
            py::arg("geometry"), py::arg("arena_offsets"), py::arg("frames"), py::arg("forwards"), py::arg("backwards"),

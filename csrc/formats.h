@@ -191,6 +191,19 @@ EPBUF_HOST_DEVICE float decode_e2m1(std::uint32_t nibble) {
   return float_of(bits | (nibble & 8u) << 28);
 }
 
+// Elements of a block.
+constexpr std::int64_t kMxBlock = 32;
+constexpr std::int64_t kBlock128 = 128;
+constexpr std::int64_t kNvfp4Block = 16;
+
+// The largest finite number of each dtype, as the bits of a float.
+template <typename T>
+constexpr std::uint32_t kLimitBits = 0x7F7FFFFFu;
+template <>
+constexpr std::uint32_t kLimitBits<Bf16> = 0x7F7F0000u;
+template <>
+constexpr std::uint32_t kLimitBits<Fp16> = 0x477FE000u;  // 65504
+
 constexpr std::int64_t kTileRows = 128;
 constexpr std::int64_t kTileScales = 4;
 

@@ -402,9 +402,25 @@ struct PushKernel {
   std::uint64_t slot_map, offs;
   std::uint64_t valid;                       // int64 [L]: valid_tokens_per_expert
   std::int64_t rows_region, weights_region;  // weights_region -1: no weights travel
-  std::int64_t row_bytes;
+  std::int64_t row_bytes;                    // in the region
   std::int32_t num_tokens, num_topk, num_local_experts;
   std::int32_t num_splits;  // warps that share a row
+  std::int32_t hidden, reserved;
+  RowFormat format;
+  std::uint64_t scales, row_scales;  // of rows that are encoded already; 0 otherwise
+  std::int64_t scales_row_stride_bytes;
+  std::int64_t scales_region, row_scales_region;  // -1: none travel
+};
+
+// Rows of a receive region below offs[-1] and num_rows, back to the token dtype.
+struct DecodeKernel {
+  KernelCall call;
+  std::uint64_t data, scales, row_scales, out;
+  std::int64_t row_stride_bytes, scales_row_stride_bytes, out_row_bytes;
+  std::uint64_t num_live_rows;  // int32: offs[-1]
+  std::int64_t num_rows;
+  std::int32_t hidden, reserved;
+  RowFormat format;
 };
 
 // combine and dispatch backward: own rows below offs[-1] into the window.

@@ -187,10 +187,11 @@ class NativeEngine:
         self.native.weight_grad(call)
 
     def decode(self, place: Place, rows: Encoded, out: torch.Tensor, *, is_grad: bool) -> None:
-        assert isinstance(self.native, _C.HostEngine), "open_engine refuses quantised payloads on CUDA"
         assert rows.scales is not None, "every quantised format has block scales"
         call = _C.DecodeCall()
         call.frame, call.workspace, call.is_grad = place.frame, place.workspace, int(is_grad)
+        if self._streams is not None:
+            call.stream = self._streams.enter(place, "backward" if is_grad else "forward")
         call.data, call.row_stride_bytes = rows.data.data_ptr(), _row_stride_bytes(rows.data)
         call.scales, call.scales_row_stride_bytes = rows.scales.data_ptr(), _row_stride_bytes(rows.scales)
         call.row_scales = rows.row_scales.data_ptr() if rows.row_scales is not None else 0
@@ -297,24 +298,12 @@ def open_engine(word: str, plan: Plan, rank: int, window: Window, device: torch.
     """Make the engine that a word names.
 
     Raises:
-        ConfigError: an unknown word, or a payload that the engine does not move yet.
+        ConfigError: an unknown word, or raw gradients that no gradient row holds.
     """
     if word != "native":
         raise ConfigError(f'engine="{word}" does not exist; found engines: "native"')
-    if device.type == "cuda":
-        _refuse_encoded(plan)
     _check_raw_grad(plan)
     return NativeEngine(plan, rank, window, device)
-
-
-def _refuse_encoded(plan: Plan) -> None:
-    for field in ("dispatch_payload", "combine_grad_payload"):
-        payload = getattr(plan.config, field)
-        if payload.format != "same":
-            raise ConfigError(
-                f'{field}="{payload.format}" can be planned, and the CUDA engine does not move it yet; use "same", or '
-                'device="cpu"'
-            )
 
 
 def _check_raw_grad(plan: Plan) -> None:

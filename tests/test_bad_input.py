@@ -17,7 +17,6 @@ from routings import base_config, named_case
 from torch import Tensor
 
 import epbuf
-from epbuf.engine import open_engine
 from epbuf.errors import ConfigError, EpbufError, LeaseError
 
 Spread = Callable[..., list[Any]]
@@ -402,14 +401,6 @@ def test_open_takes_a_plan() -> None:
     """A config in place of a plan is refused, with what to do."""
     with pytest.raises(ConfigError, match=r"EpConfig.*Plan\.build"):
         epbuf.Arena.open(base_config(1))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("field", ["dispatch_payload", "combine_grad_payload"])
-def test_the_cuda_engine_refuses_payloads_that_it_cannot_move_yet(field: str) -> None:
-    """It says which payload, and what to do, before it touches a device."""
-    plan = epbuf.Plan.build(base_config(1, hidden=128, **{field: "mxfp8"}))
-    with pytest.raises(ConfigError, match=rf'{field}="mxfp8".*CUDA.*"same"'):
-        open_engine("native", plan, 0, None, torch.device("cuda", 0))  # type: ignore[arg-type]
 
 
 def test_raw_gradients_must_fit_into_a_gradient_row() -> None:

@@ -47,6 +47,7 @@ def open_arena(case: Case, group: Any, **options: Any) -> epbuf.Arena:
 
 def poison(arena: epbuf.Arena) -> None:
     """Fill every region of rows, scales and weights of this rank, once no peer reads there any more."""
+    arena.report()  # on CUDA it waits for the device
     arena.barrier()
     _fill(arena, ("recv_", "grad_", "expert_out"))
 
@@ -100,7 +101,7 @@ def assert_received(got: list[Tensor], want: list[Tensor], end: int) -> None:
         assert mine[end:].view(torch.uint8).eq(POISON).all()
 
 
-def _round(arena: epbuf.Arena, inputs: Inputs, weighted: bool) -> dict[str, Any]:
+def round_of(arena: epbuf.Arena, inputs: Inputs, weighted: bool) -> dict[str, Any]:
     """Run one round over poison; return copies of everything it gave."""
     x, weights = inputs.x.clone().requires_grad_(), inputs.topk_weights.clone().requires_grad_()
     poison(arena)
@@ -120,8 +121,8 @@ def _round(arena: epbuf.Arena, inputs: Inputs, weighted: bool) -> dict[str, Any]
 def _rounds(rank: int, group: Any, case: Case, weighted: bool) -> dict[str, Any]:
     inputs = draw_inputs(case, rank, False)
     with open_arena(case, group) as arena:
-        _round(arena, inputs, weighted)
-        return _round(arena, inputs, weighted)
+        round_of(arena, inputs, weighted)
+        return round_of(arena, inputs, weighted)
 
 
 def assert_round(case: Case, results: list[dict[str, Any]], weighted: bool) -> None:

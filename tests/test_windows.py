@@ -231,7 +231,8 @@ def test_two_arenas_over_one_group(pool: Pool) -> None:
 def test_ranks_with_other_histories_meet_in_an_aligned_store() -> None:
     """torch numbers exchanges per process: the seventh of one rank is the third of another, and they must meet."""
     base = dist.HashStore()
-    first, second = (dist.PrefixStore("p", AlignedStore(base)) for _ in range(2))  # called from C++, as torch does
+    held = [AlignedStore(base), AlignedStore(base)]
+    first, second = (dist.PrefixStore("p", store) for store in held)  # these call from C++, as torch does
     for round_number in range(2):
         first.set(f"SymmetricMemory/{7 + round_number}/0", f"from 0 in {round_number}")
         second.set(f"SymmetricMemory/{3 + round_number}/1", f"from 1 in {round_number}")

@@ -76,5 +76,6 @@ void issue_combine(const CudaContext& context, const CombineCall& call, Phases p
 void issue_combine_backward(const CudaContext& context, const DispatchCall& call, Phases phases);
 void issue_dispatch_backward(const CudaContext& context, const CombineCall& call, Phases phases);
 void issue_weight_grad(const CudaContext& context, const WeightGradCall& call);
+void issue_decode(const CudaContext& context, const DecodeCall& call);
 
 }  // namespace epbuf::cuda

@@ -90,6 +90,10 @@ Outcome CudaEngine::weight_grad(const WeightGradCall& call) {
   return enqueue([&] { issue_weight_grad(context_, call); });
 }
 
+Outcome CudaEngine::decode(const DecodeCall& call) {
+  return enqueue([&] { issue_decode(context_, call); });
+}
+
 std::int32_t CudaEngine::phases(std::uint32_t op) {
   EPBUF_CHECK(op >= kOpRoute && op <= kOpDispatchBackward, "op ", op, " does not exist");
   return op == kOpDispatch ? 2 : 3;
@@ -157,6 +161,7 @@ void CudaEngine::warm_up() const {
   load_route_exchange();
   load_signal();
   load_dispatch();
+  load_encode();
   load_combine();
   load_weight();
 }

@@ -33,6 +33,7 @@ class CudaEngine {
   Outcome combine_backward(const DispatchCall& call);
   Outcome dispatch_backward(const CombineCall& call);
   Outcome weight_grad(const WeightGradCall& call);  // local
+  Outcome decode(const DecodeCall& call);           // local
 
   // The same ops in steps, for virtual ranks of one process: phase p on every rank before phase p + 1 on any.
   static std::int32_t phases(std::uint32_t op);

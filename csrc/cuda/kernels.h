@@ -19,6 +19,8 @@ void launch_route_fused(const RouteExchangeKernel& kernel, const Target& target)
 void launch_signal(const SignalKernel& kernel, const Target& target);
 void launch_abort(const AbortKernel& kernel, const Target& target);
 void launch_push(const PushKernel& kernel, std::int64_t max_padding_rows, const Target& target);
+void launch_encode(const PushKernel& kernel, TokenDtype dtype, std::int64_t max_padding_rows, const Target& target);
+void launch_decode(const DecodeKernel& kernel, TokenDtype dtype, const Target& target);
 void launch_stage(const StageKernel& kernel, TokenDtype dtype, std::int64_t max_rows, const Target& target);
 void launch_pull(const PullKernel& kernel, TokenDtype dtype, const Target& target);
 void launch_weight_grad(const WeightGradKernel& kernel, TokenDtype dtype, std::int64_t max_rows, const Target& target);
@@ -32,6 +34,7 @@ void load_route();
 void load_route_exchange();
 void load_signal();
 void load_dispatch();
+void load_encode();
 void load_combine();
 void load_weight();
 

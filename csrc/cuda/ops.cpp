@@ -114,8 +114,34 @@ SignalKernel backward_signal(const CudaContext& context, const KernelCall& call,
   return k;
 }
 
-void push(const CudaContext& context, const KernelCall& kernel_call, const DispatchCall& call, std::int64_t rows_region,
-          std::int64_t weights_region) {
+// Where pushed rows land in every window; -1 where nothing of the kind travels.
+struct PushTarget {
+  const RowFormat& format;
+  std::int64_t rows, scales, row_scales, weights;
+};
+
+bool is_quantised(const RowFormat& format) { return format.format != kSame && format.format != kRaw; }
+
+// recv_tokens lie in the frame or, with save_recv=False, in the forward workspace.
+PushTarget forward_target(const CudaContext& context, const DispatchCall& call) {
+  const FrameOffsets& frame = context.frame(call.frame);
+  const RowFormat& format = context.geometry().recv;
+  const auto target = [&](const auto& set) {
+    return PushTarget{format, set.recv_tokens, format.scale_row_bytes > 0 ? set.recv_scales : -1,
+                      format.format == kNvfp4 ? set.recv_row_scales : -1, frame.recv_topk_weights};
+  };
+  return frame.recv_tokens >= 0 ? target(frame) : target(context.forward(call.workspace));
+}
+
+PushTarget backward_target(const CudaContext& context, const DispatchCall& call) {
+  const BackwardOffsets& workspace = context.backward(call.workspace);
+  const RowFormat& format = context.geometry().grad;
+  return {format, workspace.grad_expert_out, format.scale_row_bytes > 0 ? workspace.grad_expert_out_scales : -1,
+          format.format == kNvfp4 ? workspace.grad_expert_out_row_scales : -1, -1};
+}
+
+void push(const CudaContext& context, const KernelCall& kernel_call, const DispatchCall& call,
+          const PushTarget& target) {
   const Geometry& g = context.geometry();
   const FrameOffsets& frame = context.frame(call.frame);
   PushKernel k{};
@@ -127,12 +153,22 @@ void push(const CudaContext& context, const KernelCall& kernel_call, const Dispa
   k.slot_map = context.own(frame.slot_map);
   k.offs = context.own(frame.offs);
   k.valid = context.own(frame.counts) + sizeof(std::int64_t) * static_cast<std::uint64_t>(g.num_local_experts);
-  k.rows_region = rows_region;
-  k.weights_region = weights_region;
-  k.row_bytes = g.token_row_bytes;
+  k.rows_region = target.rows;
+  k.weights_region = target.weights;
+  k.row_bytes = target.format.format == kSame ? g.token_row_bytes : target.format.row_bytes;
   k.num_tokens = call.num_tokens;
   k.num_topk = g.num_topk;
   k.num_local_experts = g.num_local_experts;
+  k.hidden = g.hidden;
+  k.format = target.format;
+  k.scales = call.scales;
+  k.row_scales = call.row_scales;
+  k.scales_row_stride_bytes = call.scales_row_stride_bytes;
+  k.scales_region = target.scales;
+  k.row_scales_region = target.row_scales;
+  if (is_quantised(target.format) && call.scales == 0) {
+    return launch_encode(k, context.dtype(), context.max_padding_rows(), context.target(call.stream));
+  }
   launch_push(k, context.max_padding_rows(), context.target(call.stream));
 }
 
@@ -173,12 +209,14 @@ void pull(const CudaContext& context, const KernelCall& kernel_call, const Combi
   launch_pull(k, context.dtype(), context.target(call.stream));
 }
 
-void check_rows(const CudaContext& context, const DispatchCall& call) {
+void check_rows(const CudaContext& context, const DispatchCall& call, const RowFormat& format) {
   context.frame(call.frame);
   if (call.refusal != kRefusalNone) return;
   context.check_num_tokens(call.num_tokens);
-  EPBUF_CHECK(call.scales == 0 && call.row_scales == 0,
-              "the CUDA engine moves rows of the token dtype, without scales");
+  EPBUF_CHECK(call.scales == 0 || format.scale_row_bytes > 0, "scales were given, and format ", format.format,
+              " has none");
+  EPBUF_CHECK(call.row_scales == 0 || format.format == kNvfp4, "row scales were given, and format ", format.format,
+              " has none");
 }
 
 void check_sources(const CudaContext& context, const CombineCall& call) {
@@ -208,15 +246,12 @@ void issue_route(const CudaContext& context, const RouteCall& call, Phases phase
 
 // Phases: push, publish ARRIVED; await it. ARRIVED carries the refusal of a rank that found its rows unusable only now.
 void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases phases) {
-  check_rows(context, call);
+  check_rows(context, call, context.geometry().recv);
   const FrameOffsets& frame = context.frame(call.frame);
-  const bool in_frame = frame.recv_tokens >= 0;
-  const std::int64_t rows_region = in_frame ? frame.recv_tokens : context.forward(call.workspace).recv_tokens;
   const KernelCall kernel_call = context.kernel_call(kOpDispatch, call);
   SignalKernel arrived = signal(context, kernel_call, kPhaseArrived, frame.arrived_cells);
   arrived.epoch = arrived.frame_counters + offsetof(FrameCounters, round);
-  if ((phases & 1) && call.refusal == kRefusalNone)
-    push(context, kernel_call, call, rows_region, frame.recv_topk_weights);
+  if ((phases & 1) && call.refusal == kRefusalNone) push(context, kernel_call, call, forward_target(context, call));
   launch_steps(context, arrived,
                steps_of(phases, kSignalBegin | kSignalPublish, kSignalAwait | kSignalJudge | kSignalSetOpen),
                call.stream);
@@ -240,7 +275,7 @@ void issue_combine(const CudaContext& context, const CombineCall& call, Phases p
 
 // Phases: await ACK, publish GO; await it, push, publish ARRIVED; await it.
 void issue_combine_backward(const CudaContext& context, const DispatchCall& call, Phases phases) {
-  check_rows(context, call);
+  check_rows(context, call, context.geometry().grad);
   const BackwardOffsets& backward = context.backward(call.workspace);
   const KernelCall kernel_call = context.kernel_call(kOpCombineBackward, call);
   const SignalKernel go = backward_signal(context, kernel_call, kPhaseGo, backward.go_cells);
@@ -249,7 +284,7 @@ void issue_combine_backward(const CudaContext& context, const DispatchCall& call
                steps_of(phases, kSignalBegin | kSignalAwaitAck | kSignalAdvance | kSignalPublish,
                         kSignalAwait | kSignalJudge | note_open),
                call.stream);
-  if ((phases & 2) && call.refusal == kRefusalNone) push(context, kernel_call, call, backward.grad_expert_out, -1);
+  if ((phases & 2) && call.refusal == kRefusalNone) push(context, kernel_call, call, backward_target(context, call));
   launch_steps(context, unrefusing(go, kPhaseGradArrived, backward.grad_arrived_cells),
                steps_of(phases, 0, kSignalPublish, kSignalAwait), call.stream);
 }
@@ -285,10 +320,30 @@ void issue_weight_grad(const CudaContext& context, const WeightGradCall& call) {
   k.expert_out_row_stride_bytes = call.expert_out_row_stride_bytes;
   k.weights = call.weights;
   k.grad_weights = call.grad_weights;
-  k.grad_rows = context.own(context.backward(call.workspace).grad_expert_out);
+  k.grad_rows = call.grad_rows != 0 ? call.grad_rows : context.own(context.backward(call.workspace).grad_expert_out);
   k.num_rows = context.last_offs(call.frame);
   k.row_bytes = context.geometry().token_row_bytes;
   launch_weight_grad(k, context.dtype(), context.geometry().capacity_rows, context.target(call.stream));
+}
+
+void issue_decode(const CudaContext& context, const DecodeCall& call) {
+  const Geometry& g = context.geometry();
+  const RowFormat& format = call.is_grad != 0 ? g.grad : g.recv;
+  EPBUF_CHECK(is_quantised(format), "rows of format ", format.format, " were to be decoded");
+  DecodeKernel k{};
+  k.call = context.kernel_call(call.is_grad != 0 ? kOpCombineBackward : kOpDispatch, call.frame, call.workspace);
+  k.data = call.data;
+  k.scales = call.scales;
+  k.row_scales = call.row_scales;
+  k.out = call.out;
+  k.row_stride_bytes = call.row_stride_bytes;
+  k.scales_row_stride_bytes = call.scales_row_stride_bytes;
+  k.out_row_bytes = g.token_row_bytes;
+  k.num_live_rows = context.last_offs(call.frame);
+  k.num_rows = call.num_rows;
+  k.hidden = g.hidden;
+  k.format = format;
+  launch_decode(k, context.dtype(), context.target(call.stream));
 }
 
 }  // namespace epbuf::cuda

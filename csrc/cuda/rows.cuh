@@ -7,15 +7,14 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../formats.h"
 #include "../layout.h"
 
 namespace epbuf::cuda {
 
 constexpr std::int64_t kVecBytes = 16;
 
-struct Bf16 {};
-struct Fp16 {};
-struct Fp32 {};
+using Fp32 = float;
 
 // Loads are for rows that do not change while the kernel runs, except by the thread that loads. Rows are read once, but
 // only where one row is read and many are written does it pay to keep them out of the first-level cache: of 8 ranks on

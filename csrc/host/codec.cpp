@@ -10,18 +10,6 @@
 namespace epbuf {
 namespace {
 
-constexpr std::int64_t kMxBlock = 32;
-constexpr std::int64_t kBlock128 = 128;
-constexpr std::int64_t kNvfp4Block = 16;
-
-// The largest finite number of each dtype.
-template <typename T>
-constexpr std::uint32_t kLimitBits = 0x7F7FFFFFu;
-template <>
-constexpr std::uint32_t kLimitBits<Bf16> = 0x7F7F0000u;
-template <>
-constexpr std::uint32_t kLimitBits<Fp16> = 0x477FE000u;  // 65504
-
 template <typename T>
 [[gnu::always_inline]] inline std::uint32_t amax_of(const T* row, std::int64_t num_elems) {
   std::uint32_t amax = 0;

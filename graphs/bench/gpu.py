@@ -16,6 +16,7 @@ Each time is of replays of a CUDA graph that holds a chain of ops several times.
     step, experts              the same with experts by torch._grouped_mm between (with --expert-hidden)
     combine backward + dispatch backward     gradients of rows and weights lie in the window
     copy of live rows          one copy of the rows below offs[-1], as all ranks do it at once
+    dispatch, FORMAT           like dispatch, quantised on the way (with --payloads)
 
 Every result is compared bit for bit with plain torch (expected.py): one eager step before anything is timed, and what
 the last replay of each chain left. The capacity is what the fullest rank needs.
@@ -44,10 +45,12 @@ from torch import Tensor
 import epbuf
 from epbuf.accounting import kept_rows, traffic
 from epbuf.engine import Place, Rows
+from epbuf.reference import quantise
 
 BOTH = (0, 1)
 IN_WINDOW = Rows(in_window=True)
 TIMEOUT_S = 20.0
+CHECKED_ROWS = 2048  # at a time: the reference works in float64
 HOST_CALLS_IN_FLIGHT = 10  # eager steps before the host lets the device catch up: a full launch queue would block it
 
 
@@ -70,18 +73,8 @@ class Bench:
     """One arena of two frames and two workspaces, its inputs, and the chains over it."""
 
     def __init__(self, shape: Shape, session: Session, window: str) -> None:
-        config = epbuf.EpConfig(
-            num_ranks=shape.num_ranks,
-            num_experts=shape.num_experts,
-            num_topk=shape.num_topk,
-            hidden=shape.hidden,
-            max_tokens_per_rank=shape.num_tokens,
-            recv_capacity_per_rank=shape.demand_rows(),
-            expert_alignment=shape.alignment,
-            timeout_s=TIMEOUT_S,
-        )
         self.shape, self.session = shape, session
-        self.plan = epbuf.Plan.build(config, epbuf.Schedule(num_frames=2, num_workspaces=2))
+        self.plan = epbuf.Plan.build(make_config(shape), epbuf.Schedule(num_frames=2, num_workspaces=2))
         group, kind = (dist.group.WORLD, window) if shape.num_ranks > 1 else (None, "local")
         self.arena = epbuf.Arena.open(self.plan, group, device=session.device, window=kind)
         self.engine = self.arena.engine
@@ -237,6 +230,76 @@ class Bench:
         self.arena.close()
 
 
+class PayloadBench:
+    """One arena whose rows travel in a quantised format: dispatch only."""
+
+    def __init__(self, shape: Shape, session: Session, window: str, word: str) -> None:
+        name, _, layout = word.partition(":")
+        self.payload = epbuf.Payload.model_validate({"format": name, "scale_layout": layout or "compact"})
+        self.shape, self.session = shape, session
+        config = make_config(shape, dispatch_payload=self.payload, inference_only=True)
+        self.plan = epbuf.Plan.build(config, epbuf.Schedule(num_frames=2, num_workspaces=2))
+        group, kind = (dist.group.WORLD, window) if shape.num_ranks > 1 else (None, "local")
+        self.arena = epbuf.Arena.open(self.plan, group, device=session.device, window=kind)
+        self.x = draw_tokens(shape, session.rank, session.device)
+        self.topk_idx = shape.topk_idx(session.rank).to(session.device)
+        self.topk_weights = draw_weights(shape, session.rank).to(session.device)
+
+    def route_and_dispatch(self) -> None:
+        for frame in BOTH:
+            self.arena.engine.route(Place(frame, frame), self.topk_idx, None)
+            self.arena.engine.dispatch(Place(frame, frame), self.x, self.topk_weights)
+
+    def check(self) -> None:
+        """Compare what the last dispatch left, to the bit, with the reference's encoding of the rows of plain torch."""
+        if self.payload.scale_layout == "blocked":
+            return  # the bytes are those of the compact layout in another order, which the tests compare
+        rows = expect(self.shape, self.session.rank, self.plan.capacity_rows, self.session.device).recv
+        regions = [self.arena.region(name, 1) for name in ("recv_tokens", "recv_scales")]
+        for begin in range(0, len(rows), CHECKED_ROWS):
+            part = rows[begin : begin + CHECKED_ROWS]
+            is_padding = part.eq(0).all(1, keepdim=True)  # scale 0 there; the reference encodes rows, not padding
+            right = quantise(self.payload, part)
+            for region, want in zip(regions, (right.data, right.scales), strict=False):
+                ours = region[begin : begin + len(part), : want.shape[1]].view(want.dtype)
+                require_equal(f"{self.payload.format} rows", ours, want.masked_fill(is_padding, 0))
+
+    def time(self, num_samples: int, repeats: int) -> list[float]:
+        """Return microseconds of route and dispatch, sample by sample, on the slowest rank."""
+        with captured(self.route_and_dispatch, repeats, self.session) as replay:
+            samples = time_calls(replay, num_samples, self.session)
+        self.check()
+        self.arena.check()
+        return [sample / repeats / len(BOTH) for sample in samples]
+
+
+def time_payloads(shape: Shape, session: Session, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Time route and dispatch in every format asked for. Collective."""
+    times = {}
+    for word in options.payloads:
+        bench = PayloadBench(shape, session, options.window, word)
+        times[word] = bench.time(options.samples, options.repeats)
+        bench.arena.close()
+        del bench
+        give_memory_back(session)
+    return times
+
+
+def make_config(shape: Shape, **changes: Any) -> epbuf.EpConfig:
+    """Return what an arena of a shape is planned from: the capacity is what the fullest rank needs."""
+    return epbuf.EpConfig(
+        num_ranks=shape.num_ranks,
+        num_experts=shape.num_experts,
+        num_topk=shape.num_topk,
+        hidden=shape.hidden,
+        max_tokens_per_rank=shape.num_tokens,
+        recv_capacity_per_rank=shape.demand_rows(),
+        expert_alignment=shape.alignment,
+        timeout_s=TIMEOUT_S,
+        **changes,
+    )
+
+
 def poison(*tensors: Tensor) -> None:
     for tensor in tensors:
         tensor.fill_(torch.nan)
@@ -270,6 +333,10 @@ def measure(shape: Shape, session: Session, options: argparse.Namespace) -> dict
         **bench.moved(),
     }
     bench.close()
+    del bench, chains
+    give_memory_back(session)
+    for word, both in time_payloads(shape, session, options).items():
+        times[f"dispatch, {word}"] = without_route(both, times["route"])
     return record
 
 
@@ -298,6 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=25, help="replays that are timed")
     parser.add_argument("--repeats", type=int, default=4, help="times that a graph holds its chain")
     parser.add_argument("--host-calls", type=int, default=200)
+    parser.add_argument("--payloads", nargs="*", default=[], help="formats of dispatch to time, mxfp8 or mxfp8:blocked")
     parser.add_argument("--expert-hidden", type=int, default=0, help="also time a step with experts of this size")
     options = parser.parse_args(argv)
     session = join(options.device)

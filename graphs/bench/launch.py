@@ -75,7 +75,8 @@ class Job:
         if self.system != "epbuf":
             return [sys.executable, str(HERE / "peers.py"), self.system, *common]
         ours = ["--window", options.window, "--expert-hidden", str(options.expert_hidden)]
-        return [sys.executable, str(HERE / "gpu.py"), *common, *ours, "--host-calls", str(options.host_calls)]
+        ours += ["--host-calls", str(options.host_calls), "--payloads", *options.payloads]
+        return [sys.executable, str(HERE / "gpu.py"), *common, *ours]
 
     def __str__(self) -> str:
         return f"{self.system} {' '.join(self.shapes)}"
@@ -345,6 +346,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=4, help="times that a graph holds its chain")
     add("--host-calls", type=int, default=200)
     add("--expert-hidden", type=int, default=0, help="also time a step with torch._grouped_mm experts of this size")
+    add("--payloads", nargs="*", default=[], help="formats of dispatch to time as well, mxfp8:blocked for one")
     add("--baselines", type=parse_baselines, default=",".join(report.BASELINES), help="comma-separated, or none")
     add("--baseline-timeout", type=float, default=60.0, help="seconds that each group of a baseline may take")
     add("--rounds", type=int, default=1, help="times that everything is run; samples are joined")

@@ -120,7 +120,8 @@ def _rows(record: Record, records: Sequence[Record]) -> list[list[str]]:
     limits, moved, sizes = limits_us(record), bytes_moved(record), sizes_of(record["shape"])
     name = ", ".join(f"{letter}={sizes[letter]}" for letter in ("R", "T", "A"))
     rows = []
-    for op in OPS:
+    payloads = sorted(op for op in record["times_us"] if op.startswith("dispatch, "))
+    for op in (*OPS, *payloads):
         if op not in record["times_us"]:
             continue
         median, low, high = _spread(record["times_us"][op])

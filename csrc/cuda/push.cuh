@@ -1,0 +1,111 @@
+// What the kernels that push rows share: where the rows of a token go, their scales, and padding.
+#pragma once
+
+#include "record.cuh"
+#include "rows.cuh"
+
+namespace epbuf::cuda {
+
+constexpr std::uint32_t kAllLanes = 0xFFFFFFFF;
+constexpr std::int32_t kScaleWordBytes = 4;
+
+// Word w of the block scales of a row lies at `base` + w * step, whatever their layout.
+__device__ __forceinline__ std::int64_t scale_base(const RowFormat& format, std::int64_t row) {
+  return format.is_blocked != 0 ? blocked_scale_offset(row, 0, format.scale_row_bytes) : row * format.scale_row_bytes;
+}
+
+__device__ __forceinline__ std::int32_t scale_step(const RowFormat& format) {
+  return format.is_blocked != 0 ? static_cast<std::int32_t>(kTileRows * kTileScales) : kScaleWordBytes;
+}
+
+__device__ __forceinline__ std::int32_t num_scale_words(const RowFormat& format) {
+  return static_cast<std::int32_t>(format.scale_row_bytes / kScaleWordBytes);
+}
+
+// Where one row goes: its data and its first scale; 0 for no slot.
+struct Destination {
+  std::uint64_t data, scales;
+};
+
+// Slots k = lane and lane + 32 of one token.
+struct Destinations {
+  Destination low, high;
+
+  __device__ __forceinline__ std::uint64_t live() const {
+    return static_cast<std::uint64_t>(__ballot_sync(kAllLanes, high.data != 0)) << kWarpSize |
+           __ballot_sync(kAllLanes, low.data != 0);
+  }
+  __device__ __forceinline__ std::uint64_t data_of(std::uint32_t k) const { return pick(k, low.data, high.data); }
+  __device__ __forceinline__ std::uint64_t scales_of(std::uint32_t k) const { return pick(k, low.scales, high.scales); }
+
+ private:
+  __device__ static __forceinline__ std::uint64_t pick(std::uint32_t k, std::uint64_t low, std::uint64_t high) {
+    const std::uint64_t from_low = __shfl_sync(kAllLanes, low, k % kWarpSize);
+    return k < kWarpSize ? from_low : __shfl_sync(kAllLanes, high, k % kWarpSize);
+  }
+};
+
+// Also sends the slot's weight and `row_scale`, if this warp is the one of the row that does.
+__device__ __forceinline__ Destination destination(const PushKernel& k, std::int64_t token, std::int32_t topk,
+                                                   float row_scale, bool sends) {
+  if (topk >= k.num_topk) return {0, 0};
+  const std::int64_t slot = at<const std::int64_t>(k.slot_map)[token * k.num_topk + topk];
+  if (slot == kNoSlot) return {0, 0};
+  const std::uint64_t window = at<const std::uint64_t>(k.call.peers)[slot >> kSlotRankShift];
+  const std::int64_t row = slot & 0xFFFFFFFF;
+  if (sends && k.weights_region >= 0) {
+    const float* weights = at<const float>(k.weights) + token * k.weights_row_stride;
+    at<float>(window, k.weights_region)[row] = k.weights != 0 ? weights[topk] : 1.0f;
+  }
+  if (sends && k.row_scales_region >= 0) at<float>(window, k.row_scales_region)[row] = row_scale;
+  return {window + k.rows_region + row * k.row_bytes, window + k.scales_region + scale_base(k.format, row)};
+}
+
+__device__ __forceinline__ Destinations destinations(const PushKernel& k, std::int64_t token, std::uint32_t lane,
+                                                     float row_scale, bool sends) {
+  return {destination(k, token, lane, row_scale, sends), destination(k, token, lane + kWarpSize, row_scale, sends)};
+}
+
+__device__ __forceinline__ void zero_row(const PushKernel& k, std::int64_t row, std::uint32_t lane) {
+  uint4* to = at<uint4>(k.call.window, k.rows_region + row * k.row_bytes);
+  const std::int32_t num_vecs = static_cast<std::int32_t>(k.row_bytes / kVecBytes);
+#pragma unroll 4
+  for (std::int32_t v = lane; v < num_vecs; v += kWarpSize) store_vec(to + v, uint4{0, 0, 0, 0});
+  if (lane == 0 && k.weights_region >= 0) at<float>(k.call.window, k.weights_region)[row] = 0.0f;
+  if (lane == 0 && k.row_scales_region >= 0) at<float>(k.call.window, k.row_scales_region)[row] = 0.0f;
+  if (k.scales_region < 0) return;
+  const std::uint64_t scales = k.call.window + k.scales_region + scale_base(k.format, row);
+  for (std::int32_t w = lane; w < num_scale_words(k.format); w += kWarpSize) {
+    *at<std::uint32_t>(scales, static_cast<std::int64_t>(w) * scale_step(k.format)) = 0;
+  }
+}
+
+// Padding rows are numbered through all zones; the warp takes numbers first, first + num_warps, ... Lane j looks at
+// zone j of each 32: `begin` is its first padding row, `upto` the number after its last one.
+__device__ inline void zero_padding(const PushKernel& k, std::uint32_t first, const GridWarp& warp) {
+  const auto* offs = at<const std::int32_t>(k.offs);
+  const auto* valid = at<const std::int64_t>(k.valid);
+  std::uint32_t number = first;
+  std::uint32_t before = 0;
+  for (std::int32_t zone = 0; zone < k.num_local_experts; zone += kWarpSize) {
+    const std::int32_t j = zone + warp.lane;
+    const bool is_zone = j < k.num_local_experts;
+    const std::int32_t begin = is_zone ? (j == 0 ? 0 : offs[j - 1]) + static_cast<std::int32_t>(valid[j]) : 0;
+    const std::uint32_t num = is_zone ? offs[j] - begin : 0;
+    std::uint32_t upto = num;
+#pragma unroll
+    for (std::uint32_t step = 1; step < kWarpSize; step *= 2) {
+      const std::uint32_t lower = __shfl_up_sync(kAllLanes, upto, step);
+      if (warp.lane >= step) upto += lower;
+    }
+    upto += before;
+    before = __shfl_sync(kAllLanes, upto, kWarpSize - 1);
+    for (; number < before; number += warp.num) {
+      const std::uint32_t holder = __ffs(__ballot_sync(kAllLanes, number < upto)) - 1;
+      const std::int32_t row = __shfl_sync(kAllLanes, begin + static_cast<std::int32_t>(number - (upto - num)), holder);
+      zero_row(k, row, warp.lane);
+    }
+  }
+}
+
+}  // namespace epbuf::cuda
