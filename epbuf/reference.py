@@ -349,6 +349,7 @@ def _nearest(values: Tensor, grid: Tensor) -> Tensor:
 
     Shapes: values [...] float64 >= 0, grid [n] ascending from 0.
     """
+    grid = grid.to(values.device)
     above = torch.searchsorted(grid, values.contiguous()).clamp(1, len(grid) - 1)
     to_below, to_above = values - grid[above - 1], grid[above] - values
     takes_above = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
@@ -362,7 +363,7 @@ def _e4m3(values: Tensor) -> Tensor:
 
 
 def _signed(codes: Tensor, values: Tensor, sign: int) -> Tensor:
-    magnitude = values[codes & (sign - 1)]
+    magnitude = values.to(codes.device)[codes & (sign - 1)]
     return torch.where(codes & sign != 0, -magnitude, magnitude)
 
 
@@ -373,7 +374,7 @@ def _cut(rows: Tensor, payload: Payload) -> Tensor:
 
 def _powers(scales: Tensor) -> Tensor:
     """Decode E8M0 bytes."""
-    powers = torch.ldexp(torch.ones((), dtype=torch.float64), scales.double() - 127).float()
+    powers = torch.ldexp(torch.ones((), dtype=torch.float64, device=scales.device), scales.double() - 127).float()
     return torch.where(scales == 255, torch.nan, powers)
 
 
@@ -396,7 +397,7 @@ def _nvfp4(blocks: Tensor, amax: Tensor) -> Quantised:
     row_scales = amax.amax(dim=1).float() / (448 * 6)
     row_scales = torch.where(row_scales == 0, 1.0, row_scales)
     scales = _e4m3(amax / (6 * row_scales.double()[:, None]))
-    divisor = (E4M3[scales.long()] * row_scales.double()[:, None])[:, :, None]
+    divisor = (E4M3.to(scales.device)[scales.long()] * row_scales.double()[:, None])[:, :, None]
     is_usable = divisor.isfinite() & (divisor != 0)
     magnitudes = torch.where(is_usable, blocks.abs() / divisor, 0.0)
     codes = (_nearest(magnitudes, E2M1) + 8 * blocks.signbit()).flatten(1).to(torch.uint8)

@@ -21,7 +21,8 @@ import epbuf
 from epbuf import _C
 from epbuf.errors import ConfigError, NativeError
 from epbuf.windows import host
-from epbuf.windows.torch_symm import AlignedStore
+from epbuf.windows.group import TorchGroup
+from epbuf.windows.torch_symm import AlignedStore, aligned_group
 
 SHARED = Path("/dev/shm")
 MIB = 1 << 20
@@ -237,5 +238,22 @@ def test_ranks_with_other_histories_meet_in_an_aligned_store() -> None:
         first.set(f"SymmetricMemory/{7 + round_number}/0", f"from 0 in {round_number}")
         second.set(f"SymmetricMemory/{3 + round_number}/1", f"from 1 in {round_number}")
         first.wait([f"SymmetricMemory/{7 + round_number}/1"], timedelta(seconds=1))
-        assert first.get(f"SymmetricMemory/{7 + round_number}/1") == f"from 1 in {round_number}".encode()
+        keys = [f"SymmetricMemory/{7 + round_number}/{rank}" for rank in range(2)]
+        assert first.multi_get(keys) == [f"from {rank} in {round_number}".encode() for rank in range(2)]
         assert second.get(f"SymmetricMemory/{3 + round_number}/0") == f"from 0 in {round_number}".encode()
+
+
+def _meet_under_a_name(rank: int, group: Any) -> list[bytes]:
+    numbers = range(2 + 3 * rank, 4 + 3 * rank)  # of exchanges; this rank has been in others before
+    with aligned_group(TorchGroup(group)) as name:
+        registered = dist.distributed_c10d._resolve_process_group(name)
+        assert (registered.rank(), registered.size()) == (rank, 2)
+        store = dist.PrefixStore("C", registered.get_group_store())
+        for number in numbers:
+            store.set(f"{number}/{rank}", f"{rank} in {number - numbers[0]}")
+        return [value for number in numbers for value in store.multi_get([f"{number}/0", f"{number}/1"])]
+
+
+def test_an_aligned_group_is_found_by_its_name(pool: Pool) -> None:
+    """Ranks with other histories exchange what they have through the store of the group that torch finds by name."""
+    assert pool.run(2, _meet_under_a_name) == [[b"0 in 0", b"1 in 0", b"0 in 1", b"1 in 1"]] * 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +23,7 @@ class AlignedStore(c10d.Store):
     torch numbers the exchanges of a process, over all its groups, and puts the number into the keys: a rank that has
     taken part in more of them than its peers waits for ever. Here the first exchange has number 0 on every rank.
 
-    Source of the keys, `PREFIX/NUMBER/RANK`: torch/csrc/distributed/c10d/symm_mem, torch 2.11 to 2.14.
+    Source of the keys, `PREFIX/NUMBER/RANK`: torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp, 2.13.
     """
 
     def __init__(self, store: c10d.Store) -> None:
@@ -43,17 +45,26 @@ class AlignedStore(c10d.Store):
     def get(self, key: str) -> bytes:
         return bytes(self._store.get(self._aligned(key)))
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         aligned = [self._aligned(key) for key in keys]
         self._store.wait(aligned) if timeout is None else self._store.wait(aligned, timeout)
 
 
-def _register(group: TorchGroup) -> tuple[str, AlignedStore]:
-    """Give torch's symmetric memory the group under a name that is used for one rendezvous. Collective."""
+@contextmanager
+def aligned_group(group: TorchGroup) -> Iterator[str]:
+    """Register the ranks of a group as one more process group, with an aligned store; yield its name. Collective."""
     name = f"epbuf-{group.all_gather(uuid.uuid4().hex)[0]}"
     store = AlignedStore(c10d.PrefixStore(name, c10d._get_process_group_store(group.process_group)))
-    torch._C._distributed_c10d._SymmetricMemory.set_group_info(name, group.rank, group.size, store)
-    return name, store
+    native: Any = torch._C._distributed_c10d
+    process_group = native.ProcessGroup(store, group.rank, group.size)  # torch keeps it by its name, but not alive
+    native._register_process_group(name, process_group)
+    try:
+        yield name
+    finally:
+        native._unregister_process_group(name)
 
 
 class TorchSymmWindow:
@@ -75,8 +86,7 @@ class TorchSymmWindow:
         if not isinstance(group, TorchGroup):
             raise ConfigError('window="torch_symm" needs a torch process group; for one rank take window="local"')
         self._tensor = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-        name, self._store = _register(group)
-        self._handle: Any = torch._C._distributed_c10d._SymmetricMemory.rendezvous(self._tensor, name)
+        self._handle: Any = _rendezvous(self._tensor, group)
         if self._handle is None or len(self._handle.buffer_ptrs) != group.size:
             raise NativeError(
                 "torch.distributed._symmetric_memory.rendezvous gave no peer addresses: are all ranks' GPUs in one "
@@ -92,3 +102,18 @@ class TorchSymmWindow:
     def close(self) -> None:
         """Keep the mapping: torch frees it with the last tensor that uses it, which synchronises the device."""
         self._handle = None
+
+
+_num_rendezvous = 0  # of this process, in any group
+
+
+def _rendezvous(tensor: torch.Tensor, group: TorchGroup) -> Any:
+    import torch.distributed._symmetric_memory as symmetric
+
+    global _num_rendezvous
+    same_history = len(set(group.all_gather(_num_rendezvous))) == 1
+    _num_rendezvous += 1
+    if same_history:
+        return symmetric.rendezvous(tensor, group.process_group)
+    with aligned_group(group) as name:
+        return torch._C._distributed_c10d._SymmetricMemory.rendezvous(tensor, name)
