@@ -32,6 +32,7 @@ from epbuf.windows.torch_symm import TorchSymmWindow
 _WINDOWS_BY_DEVICE = {"cpu": ("host", "local"), "cuda": ("nccl", "torch_symm", "local")}
 
 _GRAPH_DEATH_S = 1.0
+_BACKWARD_TAIL_S = 0.25  # a thread of autograd that has ended a backward lets go of its last node within this
 
 
 class Arena:
@@ -65,9 +66,11 @@ class Arena:
         self.order = torch.zeros(1, dtype=torch.int32, device=device)
         self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         self.handle = _C.handle_put(weakref.ref(self))
-        self.book = LeaseBook(
-            self.handle, plan.schedule.num_frames, plan.schedule.num_workspaces, None if engine.synchronous else engine
-        )
+        sizes = plan.schedule.num_frames, plan.schedule.num_workspaces
+        if engine.synchronous:
+            self.book = LeaseBook(self.handle, *sizes)
+        else:
+            self.book = LeaseBook(self.handle, *sizes, engine, patience_s=_BACKWARD_TAIL_S)
         self._num_raised_refusals = 0
         self._group = group
         self._regions = _make_regions(plan, window)

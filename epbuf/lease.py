@@ -11,6 +11,7 @@ import ctypes
 import struct
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -129,8 +130,11 @@ class _Frame:
 class LeaseBook:
     """Who uses which frame and workspace of one arena. Host state only; nothing that a replay needs."""
 
-    def __init__(self, handle: int, num_frames: int, num_workspaces: int, captures: Captures | None = None) -> None:
+    def __init__(
+        self, handle: int, num_frames: int, num_workspaces: int, captures: Captures | None = None, patience_s: float = 0
+    ) -> None:  # fmt: skip
         self.handle = handle
+        self._patience_s = patience_s
         self.graphs: dict[Hashable, Graph] = {}
         self._captures = captures
         self._guard: Graph | None = None
@@ -156,6 +160,7 @@ class LeaseBook:
             graph = self._guard
             if graph is not None:
                 frame = graph.next_frame(frame)
+            self._await_tickets(self._frames if frame is None else self._frames[frame : frame + 1])
             chosen = self._free_frame() if frame is None else self._named_frame(frame)
             if graph is not None:
                 graph.acquired.append(chosen.index)
@@ -376,6 +381,23 @@ class LeaseBook:
         if dead:
             for frame in self._frames:
                 frame.reserved_by.difference_update(dead)
+
+    def _await_tickets(self, frames: list[_Frame]) -> None:
+        """Wait a moment for one of `frames`, if it is claimed by tickets only.
+
+        On CUDA the thread that ran a backward drops its last node, and the ticket with it, a moment after the backward
+        has returned to the caller.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while self._only_tickets(frames) and time.monotonic() < deadline:
+            time.sleep(0.0005)
+            self._apply_ended()
+
+    def _only_tickets(self, frames: list[_Frame]) -> bool:
+        if any(not self._is_busy(frame) for frame in frames):
+            return False
+        kinds = [{claim.kind for claim in frame.claims.values()} for frame in frames if not frame.reserved_by]
+        return any(found == {"ticket"} for found in kinds)
 
     def _is_busy(self, frame: _Frame) -> bool:
         return bool(frame.claims or frame.reserved_by)

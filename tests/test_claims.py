@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epbuf
 from epbuf.errors import LeaseError
+from epbuf.lease import LeaseBook
 
 NUM_STEPS = 100
 CASE = named_case("some_negative", 1, 16, "fp32")
@@ -389,3 +391,23 @@ def test_rounds_that_stop_early_leave_nothing(kind: str) -> None:
     """Rule 14: a round may stop after any op, on all ranks; claims end with their objects, later rounds are right."""
     for rank, dx in enumerate(virtual(2, _unfinished_rounds, kind)):
         assert_same(dx, wanted(torch.ones_like(dx), case=PAIR, rank=rank), f"dx of rank {rank}")
+
+
+def test_a_ticket_that_is_about_to_end_is_waited_for() -> None:
+    """On CUDA a thread of autograd's drops the ticket a moment after the backward has returned to the caller."""
+    book = LeaseBook(1, 1, 1, patience_s=10)
+    _, lease = book.acquire(None, "model.py:1")
+    ticket = book.open_ticket(0, lease, 1, 16, None)
+    book.end(lease)
+    thread = threading.Timer(0.05, book.end_later, [ticket.serial])
+    thread.start()
+    assert book.acquire(None, "model.py:2")[0] == 0
+    thread.join()
+
+
+def test_a_lease_that_is_held_is_not_waited_for() -> None:
+    """Who forgot to end a lease hears of it at once."""
+    book = LeaseBook(1, 1, 1, patience_s=600)
+    book.acquire(None, "model.py:1")
+    with pytest.raises(LeaseError, match=r"lease acquired at model\.py:1"):
+        book.acquire(None, "model.py:2")
