@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Pool, raised, virtual
-from rounds import draw_inputs
+from rounds import Inputs, draw_inputs
 from routings import Case, named_case
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -22,39 +22,43 @@ NUM_LAYERS = 3
 Spread = Callable[..., list[Any]]
 
 
-def open_arena(case: Case, group: Any, policy: Any, num_frames: int = NUM_LAYERS, **options: Any) -> epbuf.Arena:
-    schedule = epbuf.Schedule(num_frames, **options)
-    return epbuf.Arena.open(epbuf.Plan.build(case.config, schedule, recv_policy=policy), group)
+def open_arena(
+    case: Case, group: Any, policy: Any, num_frames: int = NUM_LAYERS, *, device: str = "cpu", window: str = "auto"
+) -> epbuf.Arena:  # fmt: skip
+    plan = epbuf.Plan.build(case.config, epbuf.Schedule(num_frames), recv_policy=policy)
+    return epbuf.Arena.open(plan, None if window == "local" else group, device=device, window=window)
 
 
 def experts_of(arena: epbuf.Arena, layer: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * layer + arena.rank)
     shape = arena.plan.num_local_experts, arena.plan.config.hidden, arena.plan.config.hidden
-    return torch.randint(-1, 2, shape, generator=generator).float().to(arena.token_dtype).requires_grad_()
+    return torch.randint(-1, 2, shape, generator=generator).to(arena.device, arena.token_dtype).requires_grad_()
 
 
-def run_layer(arena: epbuf.Arena, x: Tensor, case: Case, weights: Tensor, experts: Tensor) -> Tensor:
+def run_layer(arena: epbuf.Arena, x: Tensor, inputs: Inputs, weights: Tensor, experts: Tensor) -> Tensor:
     """Run one layer whose weight gradient reads received rows, zone by zone."""
-    ids, live = case.topk_idx[arena.rank], draw_inputs(case, arena.rank, True).num_tokens
     with arena.acquire() as lease:
-        recv = epbuf.dispatch(lease, x, ids, weights, num_tokens=live)
-        zone = torch.searchsorted(recv.offs, torch.arange(len(recv.tokens)), right=True).clamp(max=len(recv.offs) - 1)
+        recv = epbuf.dispatch(lease, x, inputs.topk_idx, weights, num_tokens=inputs.num_tokens)
+        row = torch.arange(len(recv.tokens), device=arena.device)
+        zone = torch.searchsorted(recv.offs, row, right=True).clamp(max=len(recv.offs) - 1)
         rows = recv.tokens.where(recv.row_mask()[:, None], 0.0)
         return epbuf.combine(lease, torch.einsum("ch,chi->ci", rows, experts[zone]), topk_weights=recv.topk_weights)
 
 
-def gradients(rank: int, group: Any, case: Case, policy: str, num_steps: int = 2) -> list[Tensor]:
+def gradients(
+    rank: int, group: Any, case: Case, policy: str, num_steps: int = 2, device: str = "cpu", window: str = "auto"
+) -> list[Tensor]:  # fmt: skip
     """Return the results of the last of some steps of three layers that share one workspace."""
-    inputs = draw_inputs(case, rank, True)
-    with open_arena(case, group, policy) as arena:
+    inputs = draw_inputs(case, rank, True, device)
+    with open_arena(case, group, policy, device=device, window=window) as arena:
         experts = [experts_of(arena, layer) for layer in range(NUM_LAYERS)]
         for _ in range(num_steps):
             x, weights = inputs.x.clone().requires_grad_(), inputs.topk_weights.clone().requires_grad_()
             y = x
             for layer in range(NUM_LAYERS):
-                y = run_layer(arena, y, case, weights, experts[layer])
+                y = run_layer(arena, y, inputs, weights, experts[layer])
             found = torch.autograd.grad(y, [x, weights, *experts], inputs.dy)
-        return [y.detach(), *found]
+        return [part.detach().cpu() for part in (y, *found)]
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -119,7 +123,7 @@ def _captured(rank: int, group: Any, case: Case) -> list[tuple[list[Tensor], lis
         x = x.detach().requires_grad_()
         y = x
         for layer in range(NUM_LAYERS):
-            y = run_layer(arena, y, case, weights, experts[layer])
+            y = run_layer(arena, y, inputs, weights, experts[layer])
         return [y.detach(), *torch.autograd.grad(y, [x, *experts], inputs.dy)]
 
     with open_arena(case, group, "recompute") as arena:
@@ -146,7 +150,9 @@ def _checkpointed(rank: int, group: Any, case: Case, policy: str, use_reentrant:
         experts = [experts_of(arena, layer) for layer in range(NUM_LAYERS)]
         y = x = inputs.x.clone().requires_grad_()
         for layer in range(NUM_LAYERS):
-            y = checkpoint(run_layer, arena, y, case, inputs.topk_weights, experts[layer], use_reentrant=use_reentrant)
+            y = checkpoint(
+                run_layer, arena, y, inputs, inputs.topk_weights, experts[layer], use_reentrant=use_reentrant
+            )
         if use_reentrant:
             y.backward(inputs.dy)
             return [x.grad, *(each.grad for each in experts)]
@@ -167,7 +173,7 @@ def _backward_meanwhile(rank: int, group: Any, case: Case) -> str:
     inputs = draw_inputs(case, rank, True)
     with open_arena(case, group, "recompute", num_frames=2) as arena:
         x = inputs.x.clone().requires_grad_()
-        y = run_layer(arena, x, case, inputs.topk_weights, experts_of(arena, 0))
+        y = run_layer(arena, x, inputs, inputs.topk_weights, experts_of(arena, 0))
         with arena.acquire() as lease:
             epbuf.dispatch(lease, inputs.x, case.topk_idx[rank])
             return raised(LeaseError, lambda: torch.autograd.grad(y, x, inputs.dy))
@@ -183,7 +189,7 @@ def _changed(rank: int, group: Any, case: Case) -> str:
     inputs = draw_inputs(case, rank, True)
     with open_arena(case, group, "recompute") as arena:
         x = inputs.x.clone()
-        y = run_layer(arena, x, case, inputs.topk_weights, experts_of(arena, 0))
+        y = run_layer(arena, x, inputs, inputs.topk_weights, experts_of(arena, 0))
         x.add_(1)
         return raised(RuntimeError, lambda: y.backward(inputs.dy))
 
