@@ -65,8 +65,9 @@ std::int64_t ArenaMap::row_bytes(const RowFormat& format) const {
 // With save_recv=False received rows lie in the forward workspace.
 PushTarget ArenaMap::forward_target(const DispatchCall& call) const {
   const FrameOffsets& set = frame(call.frame);
-  if (set.recv_tokens >= 0) return receiving(geometry_.recv, set, set.recv_topk_weights);
-  return receiving(geometry_.recv, forward(call.workspace), set.recv_topk_weights);
+  const std::int64_t weights = call.repeats == 0 ? set.recv_topk_weights : -1;
+  if (set.recv_tokens >= 0) return receiving(geometry_.recv, set, weights);
+  return receiving(geometry_.recv, forward(call.workspace), weights);
 }
 
 PushTarget ArenaMap::backward_target(const DispatchCall& call) const {

@@ -136,7 +136,8 @@ void bind_calls(py::module_& m) {
   bind_struct<R>(m, "RouteCall", "frame", &R::frame, "workspace", &R::workspace, "refusal", &R::refusal,
                  "check_progress", &R::check_progress, "stream", &R::stream, "topk_idx", &R::topk_idx,
                  "topk_idx_row_stride", &R::topk_idx_row_stride, "topk_idx_bytes", &R::topk_idx_bytes, "num_tokens",
-                 &R::num_tokens, "live_tokens", &R::live_tokens, "live_tokens_bytes", &R::live_tokens_bytes)
+                 &R::num_tokens, "live_tokens", &R::live_tokens, "live_tokens_bytes", &R::live_tokens_bytes, "repeats",
+                 &R::repeats)
       .def(from_values(&R::frame, &R::workspace, &R::refusal, &R::check_progress, &R::stream, &R::topk_idx,
                        &R::topk_idx_row_stride, &R::topk_idx_bytes, &R::num_tokens));
   using D = DispatchCall;
@@ -144,7 +145,8 @@ void bind_calls(py::module_& m) {
                  "check_progress", &D::check_progress, "stream", &D::stream, "rows", &D::rows, "row_stride_bytes",
                  &D::row_stride_bytes, "scales", &D::scales, "row_scales", &D::row_scales, "scales_row_stride_bytes",
                  &D::scales_row_stride_bytes, "topk_weights", &D::topk_weights, "topk_weights_row_stride",
-                 &D::topk_weights_row_stride, "num_tokens", &D::num_tokens, "expects_open", &D::expects_open)
+                 &D::topk_weights_row_stride, "num_tokens", &D::num_tokens, "expects_open", &D::expects_open, "repeats",
+                 &D::repeats)
       .def(from_values(&D::frame, &D::workspace, &D::refusal, &D::check_progress, &D::stream, &D::rows,
                        &D::row_stride_bytes, &D::num_tokens));
   using C = CombineCall;

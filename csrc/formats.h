@@ -1,5 +1,6 @@
-// Quantised formats, element by element: the same bits on the host and on CUDA, for one thread or a warp that shares a
-// row. Nothing here sees more than a block's largest magnitude, a scale and a value.
+// Quantised formats, element by element: the same bits on the host and on CUDA, but for the payload of a NaN that is a
+// float32 scale; for one thread or a warp that shares a row. Nothing here sees more than a block's largest magnitude, a
+// scale and a value.
 //
 // Only integer operations, IEEE float and double operations in round-to-nearest-even, and divisions where a reciprocal
 // would round twice. A product feeds no sum, so that a compiler which fuses multiply and add changes nothing. Must not

@@ -55,7 +55,7 @@ enum Status : std::uint32_t {
   kPoisoned = 5,  // the arena was poisoned before this call; nothing was done
 };
 
-// Why a rank refuses. Travels in COUNT's header, READY and GO. 0 means "no refusal".
+// Why a rank refuses. Travels in COUNT's header, ARRIVED, READY and GO. 0 means "no refusal".
 enum Refusal : std::uint32_t {
   kRefusalNone = 0,
   kRefusalArgument = 1,
@@ -131,7 +131,7 @@ struct Control {
 // Region `frame_counters`, one per frame.
 struct FrameCounters {
   std::uint32_t round;  // rounds begun on this frame; COUNT and ARRIVED carry it
-  std::uint32_t open;   // OPEN word: 1 from dispatch to the first dispatch backward
+  std::uint32_t open;   // OPEN word: 1 from dispatch to the first dispatch backward of its ticket
   std::int64_t demand_peak_rows;
 };
 
@@ -215,7 +215,7 @@ struct RouteCall {
   std::int32_t num_tokens;           // T
   std::uint64_t live_tokens;         // address of [1] int32/int64, or 0: all T are live
   std::int32_t live_tokens_bytes;    // 4 or 8
-  std::int32_t reserved;
+  std::uint32_t repeats;             // the same tokens once more, inside combine backward: counts nothing again
 };
 
 // Push rows into the peers' slots, zero own padding (data, scales and row scales), publish and await ARRIVED.
@@ -235,6 +235,8 @@ struct DispatchCall {
   std::int64_t topk_weights_row_stride;  // elements
   std::int32_t num_tokens;               // T
   std::uint32_t expects_open;            // backward: count an early reuse when OPEN is clear
+  std::uint32_t repeats;                 // the frame has the weights, and OPEN stays as it is
+  std::uint32_t reserved;
 };
 
 // Stage rows below offs[-1] (times weights), publish and await READY, pull, publish ACK.
@@ -305,7 +307,7 @@ struct KernelCall {
   std::uint64_t peers;    // uint64 [R]: base of every rank's window
   std::uint64_t mirror;   // Control in pinned memory, which the host reads without a synchronisation
   std::uint64_t lock;     // uint32: guards Control's records and the mirror
-  std::uint64_t refused;  // uint32 of the frame: Op whose round was refused, 0: none. The frame's later ops do nothing
+  std::uint64_t refused;  // uint32 of the frame: `order` of a refused round, 0: none. Later ones do nothing
   std::uint64_t timeout_us;
   std::uint64_t window;  // peers[rank]
   std::int64_t control, abort_cells, progress_cells;
@@ -314,7 +316,8 @@ struct KernelCall {
   std::uint32_t op;  // Op
   std::uint32_t refusal;
   std::uint32_t check_progress;
-  std::uint32_t reserved;
+  std::uint32_t order;  // in the life of a dispatch: route 1, dispatch 2, combine 3, combine backward 4, route and
+                        // dispatch that repeat 5 and 6, dispatch backward 7
 };
 
 // The routing of a call's tokens, as in RouteCall.
@@ -354,7 +357,7 @@ struct RouteExchangeKernel {
   std::int64_t capacity_rows;
   std::int32_t num_experts, num_local_experts, expert_alignment, chunk_tokens;
   std::uint32_t steps;
-  std::uint32_t reserved;
+  std::uint32_t repeats;  // count no overflow, no peak and no bad id
 };
 
 // route, third: one block turns the ids of one chunk into slots.

@@ -216,6 +216,7 @@ class RouteCall:
     num_tokens: int
     live_tokens: int
     live_tokens_bytes: int
+    repeats: int
     @overload
     def __init__(self) -> None: ...
     @overload
@@ -248,6 +249,7 @@ class DispatchCall:
     topk_weights_row_stride: int
     num_tokens: int
     expects_open: int
+    repeats: int
     @overload
     def __init__(self) -> None: ...
     @overload

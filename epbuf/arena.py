@@ -81,6 +81,7 @@ class Arena:
         )
         self.routing_views: dict[int, tuple[torch.Tensor, ...]] = {}
         self.views: dict[int, torch.Tensor] = {}
+        self._high_versions = [0] * plan.schedule.num_workspaces
         self._received = _encoded(self._regions, "recv_tokens", "recv_")
         self._moved_grads = _encoded(self._regions, "grad_expert_out", "grad_expert_out_")
         self._nans = torch.full(
@@ -188,6 +189,16 @@ class Arena:
         if self._closed:
             self.require_open("grad_expert_out")
         return self._moved_grads[workspace]
+
+    def new_versions(self, workspace: int, regions: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+        """Give regions that a dispatch has filled versions above all that they had, and return them.
+
+        A dispatch that repeats sets them back, so the counters alone would give a number twice.
+        """
+        version = max(self._high_versions[workspace], *(region._version for region in regions)) + 1
+        self._high_versions[workspace] = version
+        torch._C._autograd._unsafe_set_version_counter(regions, (version,) * len(regions))
+        return (version,) * len(regions)
 
     def carrier(self, frame: int) -> torch.Tensor:
         """Return what autograd runs through instead of encoded rows that a frame received.

@@ -32,11 +32,14 @@ class Place:
         frame: index of the frame.
         workspace: index in the forward or backward set; -1 when a refusing rank holds none.
         refusal: why this rank refuses, `_C.Refusal.NONE` if it does not. It completes the round all the same.
+        repeats: whether route and dispatch send the same tokens once more, inside combine's backward: weights stay
+            where they are, and nothing is counted again.
     """
 
     frame: int
     workspace: int
     refusal: int = 0
+    repeats: bool = False
 
 
 @dataclass(slots=True)
@@ -145,6 +148,8 @@ class NativeEngine:
         if not place.refusal:
             ids = (topk_idx.data_ptr(), topk_idx.stride()[0], topk_idx.element_size(), topk_idx.shape[0])
         call = _C.RouteCall(*self._begin(place, "forward"), *ids)
+        if place.repeats:
+            call.repeats = 1
         if live_tokens is not None and not place.refusal:
             call.live_tokens, call.live_tokens_bytes = live_tokens.data_ptr(), live_tokens.element_size()
         return self.native.route(call)
@@ -154,6 +159,8 @@ class NativeEngine:
     ) -> _C.Outcome:  # fmt: skip
         rows = x.data if isinstance(x, Encoded) else x
         call = _C.DispatchCall(*self._begin(place, "forward"), *_token_rows(place, rows))
+        if place.repeats:
+            call.repeats = 1
         if isinstance(x, Encoded) and not place.refusal:
             _add_scales(call, x)
         if topk_weights is not None:

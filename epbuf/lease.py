@@ -106,6 +106,7 @@ class Ticket:
     bad_id: tuple[int, int, int] | None = None  # (rank, token, value) of the first id >= E
     combined: bool = False
     returned: bool = False  # its first dispatch backward has run
+    outstayed: bool = False  # it has been waited for, and is kept by somebody
     workspace: int = -1  # the forward workspace of the dispatch
     weights_version: int | None = None  # of recv_topk_weights when combine read it
     versions: tuple[int, ...] = ()  # of the regions that it filled, where they are filled again for the backward
@@ -158,12 +159,12 @@ class LeaseBook:
         Raises:
             LeaseError: no such frame, or busy.
         """
+        self._await_returned(frame)
         with self._lock:
             self._apply_ended()
             graph = self._guard
             if graph is not None:
                 frame = graph.next_frame(frame)
-            self._await_tickets(self._frames if frame is None else self._frames[frame : frame + 1])
             chosen = self._free_frame() if frame is None else self._named_frame(frame)
             if graph is not None:
                 graph.acquired.append(chosen.index)
@@ -385,22 +386,32 @@ class LeaseBook:
             for frame in self._frames:
                 frame.reserved_by.difference_update(dead)
 
-    def _await_tickets(self, frames: list[_Frame]) -> None:
-        """Wait a moment for one of `frames`, if it is claimed by tickets only.
+    def _await_returned(self, frame: int | None) -> None:
+        """Wait a moment for tickets whose backward has returned, where they decide which frame is taken.
 
         On CUDA the thread that ran a backward drops its last node, and the ticket with it, a moment after the backward
-        has returned to the caller.
+        has returned to the caller. Ranks must not differ in whether they see that. Each ticket is waited for once.
         """
         deadline = time.monotonic() + self._patience_s
-        while self._only_tickets(frames) and time.monotonic() < deadline:
+        while self._patience_s and (tickets := self._returned(frame)):
+            if time.monotonic() >= deadline:
+                for ticket in tickets:
+                    ticket.outstayed = True
+                return
             time.sleep(0.0005)
-            self._apply_ended()
 
-    def _only_tickets(self, frames: list[_Frame]) -> bool:
-        if any(not self._is_busy(frame) for frame in frames):
-            return False
-        kinds = [{claim.kind for claim in frame.claims.values()} for frame in frames if not frame.reserved_by]
-        return any(found == {"ticket"} for found in kinds)
+    def _returned(self, frame: int | None) -> list[Ticket]:
+        """List what alone keeps frames that would be taken else: the one named, or those below the lowest free one."""
+        with self._lock:
+            self._apply_ended()
+            found: list[Ticket] = []
+            for each in self._frames if frame is None else self._frames[frame : frame + 1]:
+                if not self._is_busy(each):
+                    break
+                tickets = [self._tickets.get(serial) for serial in each.claims]
+                if not each.reserved_by and all(t and t.returned and not t.outstayed for t in tickets):
+                    found += [ticket for ticket in tickets if ticket]
+            return found
 
     def _is_busy(self, frame: _Frame) -> bool:
         return bool(frame.claims or frame.reserved_by)

@@ -142,11 +142,11 @@ def dispatch(
         _expect_encoded(arena, filled, arena.received(index), ("recv_tokens", "recv_scales", "recv_row_scales"), index)
         arena.expect("recv_topk_weights", frame, recv_topk_weights)
 
-    attempt.run(check)
+    refusal = attempt.run(check)
     increment_version((*filled.regions, recv_topk_weights))
     _remember_versions(arena, state, filled)
     sent = Tokens(x, x, topk_weights, x_scales, x_row_scales, None)
-    _push(arena, state, Place(frame, workspace), sent, attempt)
+    _push(arena, state, Place(frame, workspace, refusal), sent, attempt)
 
 
 def _expect_encoded(arena: Arena, given: Encoded, wanted: Encoded, names: tuple[str, str, str], index: int) -> None:
@@ -299,16 +299,19 @@ def combine_backward(
     arena, state = state_of(ticket)
     book, attempt = arena.book, Attempt()
     arena.raise_pending()
-    workspace, grad = arena.index_at("grad_expert_out", grad_expert_out), _readable(grad)
+    place = Place(state.frame, book.next_workspace(state.frame, "backward"))
     moved = Encoded(grad_expert_out, grad_scales, grad_row_scales)
     names = ("grad_expert_out", "grad_expert_out_scales", "grad_expert_out_row_scales")
 
     def check() -> None:
+        nonlocal grad
+        grad = _readable(grad)
         check_gradient(arena, "the gradient of y", grad, state.num_tokens)
-        _expect_encoded(arena, moved, arena.moved_grads(workspace), names, workspace)
-        _claim(arena, state.frame, "backward", workspace)
+        place.workspace = arena.index_at("grad_expert_out", grad_expert_out)
+        _expect_encoded(arena, moved, arena.moved_grads(place.workspace), names, place.workspace)
+        _claim(arena, state.frame, "backward", place.workspace)
 
-    place = Place(state.frame, workspace, attempt.run(check))
+    place.refusal = attempt.run(check)
     book.touch(state.frame, state.recorded_in)
     expects_open = book.recording is not None and state.recorded_in not in (None, book.recording.key)
     outcome = arena.engine.combine_backward(place, grad, expects_open)
@@ -329,15 +332,14 @@ def redispatch(
 ) -> None:  # fmt: skip
     """Dispatch the same tokens once more, into the workspace that their rows came from, for the experts' backward.
 
-    The frame keeps that workspace until dispatch's backward. Slots, zones and weights come out as they were, and the
-    regions get the version back that autograd has saved.
+    The frame keeps that workspace until dispatch's backward. Slots and zones come out as they were, weights are not
+    sent again, and the regions get the version back that autograd has saved.
 
     Raises:
         LeaseError: another frame has the workspace.
     """
     arena, state = state_of(ticket)
-    arena.raise_pending()
-    frame, attempt, place = state.frame, Attempt(), Place(state.frame, -1)
+    frame, attempt, place = state.frame, Attempt(), Place(state.frame, -1, repeats=True)
     filled = Encoded(recv_tokens, recv_scales, recv_row_scales)
     sent = Tokens(x, topk_idx, topk_weights, x_scales, x_row_scales, num_tokens)
 
@@ -348,19 +350,22 @@ def redispatch(
 
     place.refusal = attempt.run(check)
     arena.book.touch(frame, state.recorded_in)
-    outcome = arena.engine.route(place, topk_idx, num_tokens)
-    if outcome.status != _OK or attempt.error is not None:
-        arena.book.end_workspace(frame, "forward")
+    try:
+        outcome = arena.engine.route(place, topk_idx, num_tokens)
         _settle(arena, outcome, attempt, "combine backward")
-    rows = Encoded(x, x_scales, x_row_scales) if is_encoded(arena, sent) else x
-    outcome = arena.engine.dispatch(place, rows, topk_weights)
-    torch._C._autograd._unsafe_set_version_counter(filled.regions, state.versions)
-    _settle(arena, outcome, attempt, "combine backward")
+        rows = Encoded(x, x_scales, x_row_scales) if is_encoded(arena, sent) else x
+        outcome = arena.engine.dispatch(place, rows, None)
+        torch._C._autograd._unsafe_set_version_counter(filled.regions, state.versions)
+        _settle(arena, outcome, attempt, "combine backward")
+    except BaseException:
+        arena.book.end_workspace(frame, "forward")
+        raise
 
 
 def _remember_versions(arena: Arena, state: Ticket, filled: Encoded) -> None:
+    """Note the versions that a later dispatch gives back; no dispatch gets one that another had before it."""
     if arena.recomputes:
-        state.versions = tuple(region._version for region in filled.regions)
+        state.versions = arena.new_versions(state.workspace, filled.regions)
 
 
 def dispatch_backward(
@@ -393,7 +398,7 @@ def dispatch_backward(
         num_tokens=state.num_tokens, begins_use=begins_use, clears_open=not state.returned,
     )  # fmt: skip
     book.end_workspace(state.frame, "backward")
-    if arena.recomputes:
+    if arena.recomputes and state.combined:
         book.end_workspace(state.frame, "forward")
     _settle(arena, outcome, attempt, "dispatch backward")
     increment_version((arena.region("grad_recv_tokens", workspace), arena.region("grad_recv_topk_weights", workspace)))
@@ -417,7 +422,7 @@ def decode(
     if not arena.recv_in_frame and arena.book.workspace(state.frame, "forward") is None:
         raise LeaseError(
             f"dequantize() after the combine of frame {state.frame}: with save_recv=False received rows last from "
-            "dispatch to combine; call it before, or plan save_recv=True"
+            "dispatch to combine; call it before, or keep the rows: save_recv=True, recv_policy='keep'"
         )
     arena.book.touch(state.frame, state.recorded_in)
     _decode(arena, Place(state.frame, -1), Encoded(tokens, scales, row_scales), out, is_grad=False)

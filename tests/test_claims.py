@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epbuf
 from epbuf.errors import LeaseError
-from epbuf.lease import LeaseBook
+from epbuf.lease import LeaseBook, Ticket
 
 NUM_STEPS = 100
 CASE = named_case("some_negative", 1, 16, "fp32")
@@ -393,21 +393,45 @@ def test_rounds_that_stop_early_leave_nothing(kind: str) -> None:
         assert_same(dx, wanted(torch.ones_like(dx), case=PAIR, rank=rank), f"dx of rank {rank}")
 
 
-def test_a_ticket_that_is_about_to_end_is_waited_for() -> None:
-    """On CUDA a thread of autograd's drops the ticket a moment after the backward has returned to the caller."""
-    book = LeaseBook(1, 1, 1, patience_s=10)
-    _, lease = book.acquire(None, "model.py:1")
-    ticket = book.open_ticket(0, lease, 1, 16, None)
+def _returned(book: LeaseBook) -> Ticket:
+    """Leave a frame to a ticket whose backward has returned."""
+    frame, lease = book.acquire(None, "model.py:1")
+    ticket = book.open_ticket(frame, lease, 1, 16, None)
     book.end(lease)
-    thread = threading.Timer(0.05, book.end_later, [ticket.serial])
+    ticket.returned = True
+    return ticket
+
+
+@pytest.mark.parametrize("num_frames", [1, 3])
+def test_a_ticket_that_is_about_to_end_is_waited_for(num_frames: int) -> None:
+    """On CUDA a thread of autograd's drops the ticket a moment after the backward has returned to the caller.
+
+    Another frame is free, too: which one is taken must not depend on that moment.
+    """
+    book = LeaseBook(1, num_frames, 1, patience_s=600)
+    thread = threading.Timer(0.05, book.end_later, [_returned(book).serial])
     thread.start()
     assert book.acquire(None, "model.py:2")[0] == 0
     thread.join()
 
 
-def test_a_lease_that_is_held_is_not_waited_for() -> None:
-    """Who forgot to end a lease hears of it at once."""
+def test_a_ticket_that_is_kept_is_waited_for_once() -> None:
+    """retain_graph keeps the ticket: the frame above is taken, later ones without a wait."""
+    book = LeaseBook(1, 3, 1, patience_s=0.01)
+    ticket = _returned(book)
+    assert book.acquire(None, "model.py:2")[0] == 1
+    assert ticket.outstayed
+    book._patience_s = 600
+    assert book.acquire(None, "model.py:3")[0] == 2
+
+
+def test_what_is_in_use_is_not_waited_for() -> None:
+    """Who forgot to end a lease, or has not run the backward, hears of it at once."""
     book = LeaseBook(1, 1, 1, patience_s=600)
-    book.acquire(None, "model.py:1")
+    _, lease = book.acquire(None, "model.py:1")
     with pytest.raises(LeaseError, match=r"lease acquired at model\.py:1"):
+        book.acquire(None, "model.py:2")
+    book.open_ticket(0, lease, 1, 16, None)
+    book.end(lease)
+    with pytest.raises(LeaseError, match=r"autograd graph of the lease acquired at model\.py:1"):
         book.acquire(None, "model.py:2")

@@ -216,3 +216,92 @@ def test_compiled_layers_are_refused(pool: Pool) -> None:
     """Compiled code would read the rows of the first dispatch, which are gone: it is told so while it is traced."""
     case = named_case("some_negative", 1, 16, "fp32")
     assert 'recv_policy="recompute" inside torch.compile' in pool.run(1, _compiled, case, limit_s=120)[0]
+
+
+def _scaled(rank: int, group: Any, case: Case, policy: str) -> list[Tensor]:
+    inputs = draw_inputs(case, rank, True)
+    x, weights = inputs.x.clone().requires_grad_(), inputs.topk_weights.clone()
+    with open_arena(case, group, policy) as arena, arena.acquire() as lease:
+        recv = epbuf.dispatch(lease, x, inputs.topk_idx, weights)
+        recv.topk_weights.detach().mul_(2)  # the frame's own: a second dispatch must not bring the old ones back
+        rows = recv.tokens.where(recv.row_mask()[:, None], 0.0) * recv.topk_weights.detach()[:, None]
+        y = epbuf.combine(lease, rows)
+        return [y.detach(), *torch.autograd.grad(y, x, inputs.dy), lease.recv_topk_weights.clone()]
+
+
+def test_weights_that_the_user_changed_stay_changed() -> None:
+    case = named_case("some_negative", 2, 16, "fp32")
+    kept = virtual(2, _scaled, case, "keep")
+    for got, want in zip(virtual(2, _scaled, case, "recompute"), kept, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got[:2], want[:2], strict=True))
+        assert torch.equal(got[2].nan_to_num(), want[2].nan_to_num())
+
+
+def _early_loss(rank: int, group: Any, case: Case, policy: str) -> list[Tensor]:
+    inputs = draw_inputs(case, rank, True)
+    x = inputs.x.clone().requires_grad_()
+    with open_arena(case, group, policy) as arena, arena.acquire() as lease:
+        recv = epbuf.dispatch(lease, x, inputs.topk_idx)
+        (dx,) = torch.autograd.grad(recv.tokens, x, inputs.grad_recv_tokens, retain_graph=True)
+        return [dx, epbuf.combine(lease, recv.tokens.detach() * 2).detach()]
+
+
+def test_a_backward_before_combine_leaves_the_workspace() -> None:
+    """A loss on received rows runs dispatch's backward first: combine still finds its workspace."""
+    case = named_case("some_negative", 2, 16, "fp32")
+    kept = virtual(2, _early_loss, case, "keep")
+    for got, want in zip(virtual(2, _early_loss, case, "recompute"), kept, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def _refused(rank: int, group: Any, case: Case) -> tuple[str, list[Tensor]]:
+    inputs = draw_inputs(case, rank, True)
+    with open_arena(case, group, "recompute") as arena:
+        experts, x = experts_of(arena, 0), inputs.x.clone().requires_grad_()
+        y = run_layer(arena, x, inputs, inputs.topk_weights, experts)
+        if rank == 1:
+            arena.book.claim_workspace(2, "forward", 0)
+        message = raised(LeaseError, lambda: torch.autograd.grad(y, [x, experts], inputs.dy, retain_graph=True))
+        if rank == 1:
+            arena.book.end_workspace(2, "forward")
+        return message, list(torch.autograd.grad(y, [x, experts], inputs.dy))
+
+
+def test_a_refused_second_dispatch_may_be_tried_again() -> None:
+    """One rank's workspace is taken: all ranks raise and name it, nobody waits, and the retry gives the gradients."""
+    case = named_case("some_negative", 2, 16, "fp32")
+    kept = virtual(2, _once, case, "keep")
+    for (message, got), want in zip(virtual(2, _refused, case), kept, strict=True):
+        assert "rank 1" in message or "forward workspace" in message
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def _once(rank: int, group: Any, case: Case, policy: str) -> list[Tensor]:
+    inputs = draw_inputs(case, rank, True)
+    with open_arena(case, group, policy) as arena:
+        experts, x = experts_of(arena, 0), inputs.x.clone().requires_grad_()
+        y = run_layer(arena, x, inputs, inputs.topk_weights, experts)
+        return list(torch.autograd.grad(y, [x, experts], inputs.dy))
+
+
+def _versions(rank: int, group: Any, case: Case) -> tuple[int, int, int]:
+    inputs = draw_inputs(case, rank, True)
+    with open_arena(case, group, "recompute") as arena:
+        experts, region = experts_of(arena, 0), arena.region("recv_tokens")
+
+        def forward() -> tuple[Tensor, Tensor, int]:
+            x = inputs.x.clone().requires_grad_()
+            return x, run_layer(arena, x, inputs, inputs.topk_weights, experts), region._version
+
+        (x, y, _), (other_x, other_y, latest) = forward(), forward()
+        torch.autograd.grad(y, [x, experts], inputs.dy)
+        restored = region._version
+        *_, fresh = forward()
+        torch.autograd.grad(other_y, [other_x, experts], inputs.dy)
+        return restored, latest, fresh
+
+
+def test_no_version_is_given_twice() -> None:
+    """A second dispatch sets the region's version back; the next dispatch gets one above all that were saved."""
+    for restored, latest, fresh in virtual(2, _versions, named_case("some_negative", 2, 16, "fp32")):
+        assert restored < latest < fresh

@@ -251,6 +251,7 @@ def _meet_under_a_name(rank: int, group: Any) -> list[bytes]:
         store = dist.PrefixStore("C", registered.get_group_store())
         for number in numbers:
             store.set(f"{number}/{rank}", f"{rank} in {number - numbers[0]}")
+        store.barrier(f"{numbers[-1] + 1}", 2, timedelta(seconds=20))
         return [value for number in numbers for value in store.multi_get([f"{number}/0", f"{number}/1"])]
 
 

@@ -16,7 +16,6 @@ constexpr std::uint32_t kPullWarps = kPullThreads / kWarpSize;
 constexpr std::int64_t kPullMinWarps = 1024;  // below as many tokens, warps share rows
 constexpr std::int64_t kPullMaxVecs = 128;    // of a row that a warp takes: short pieces end together
 constexpr std::int32_t kPullRows = 8;         // rows of a token in flight per lane
-constexpr std::uint32_t kAllLanes = 0xFFFFFFFF;
 
 template <typename Dtype>
 __device__ __forceinline__ uint4 scale(uint4 v, float factor) {

@@ -22,6 +22,9 @@ void check_sizes(const Geometry& g) {
               num_slots * g.num_ranks, "; a count is uint32");
 }
 
+// KernelCall::order of an op that repeats nothing.
+std::uint32_t order_of(Op op) { return op == kOpDispatchBackward ? 7u : static_cast<std::uint32_t>(op); }
+
 int device_attribute(cudaDeviceAttr attribute, int device) {
   int value = 0;
   check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
@@ -89,6 +92,7 @@ KernelCall CudaContext::kernel_call(Op op, std::int32_t frame, std::int32_t work
   k.frame = frame;
   k.workspace = workspace;
   k.op = op;
+  k.order = order_of(op);
   return k;
 }
 

@@ -32,7 +32,7 @@ class CudaContext : public ArenaMap {
   std::uint64_t backward_last_ready(std::int32_t workspace) const;
   std::uint64_t last_offs(std::int32_t frame) const;  // offs[-1]
 
-  // A call that refuses nothing and compares no PROGRESS.
+  // A call that refuses nothing, compares no PROGRESS and repeats nothing.
   KernelCall kernel_call(Op op, std::int32_t frame, std::int32_t workspace) const;
 
   template <typename Call>

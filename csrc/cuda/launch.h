@@ -10,6 +10,7 @@
 namespace epbuf::cuda {
 
 constexpr std::uint32_t kWarpSize = 32;
+constexpr std::uint32_t kAllLanes = 0xFFFFFFFF;
 
 inline void check_cuda(cudaError_t error, const char* what) {
   EPBUF_CHECK(error == cudaSuccess, what, " failed: ", cudaGetErrorString(error));

@@ -1,4 +1,4 @@
-// The ops as chains of kernels. Kernels that move rows never wait; the one-block kernels between them do.
+// The ops as chains of kernels. Kernels that move rows never wait; those between them do, with one block.
 #include <cstddef>
 
 #include "context.h"
@@ -17,6 +17,15 @@ void launch_steps(const CudaContext& context, SignalKernel k, std::uint32_t step
   launch_signal(k, context.target(stream));
 }
 
+// A route or dispatch; those that repeat come after combine backward, and after a refusal there.
+template <typename Call>
+KernelCall forward_call(const CudaContext& context, Op op, const Call& call) {
+  constexpr std::uint32_t kAfterCombineBackward = 4;
+  KernelCall k = context.kernel_call(op, call);
+  if (call.repeats != 0) k.order += kAfterCombineBackward;
+  return k;
+}
+
 KernelIds ids_of(const CudaContext& context, const RouteCall& call) {
   KernelIds ids{};
   ids.num_topk = context.geometry().num_topk;
@@ -32,7 +41,7 @@ KernelIds ids_of(const CudaContext& context, const RouteCall& call) {
 
 RouteCountKernel count_kernel(const CudaContext& context, const RouteCall& call) {
   RouteCountKernel k{};
-  k.call = context.kernel_call(kOpRoute, call);
+  k.call = forward_call(context, kOpRoute, call);
   k.ids = ids_of(context, call);
   k.route_scratch = context.own(context.forward(call.workspace).route_scratch);
   k.bad_ids = context.words().bad_ids(call.workspace);
@@ -43,7 +52,7 @@ RouteCountKernel count_kernel(const CudaContext& context, const RouteCall& call)
 
 RouteSlotsKernel slots_kernel(const CudaContext& context, const RouteCall& call) {
   RouteSlotsKernel k{};
-  k.call = context.kernel_call(kOpRoute, call);
+  k.call = forward_call(context, kOpRoute, call);
   k.ids = ids_of(context, call);
   k.route_scratch = context.own(context.forward(call.workspace).route_scratch);
   k.route_base = context.own(context.forward(call.workspace).route_base);
@@ -70,7 +79,7 @@ RouteExchangeKernel exchange_kernel(const CudaContext& context, const RouteCall&
   const Geometry& g = context.geometry();
   const FrameOffsets& frame = context.frame(call.frame);
   RouteExchangeKernel k{};
-  k.call = context.kernel_call(kOpRoute, call);
+  k.call = forward_call(context, kOpRoute, call);
   k.ids = ids_of(context, call);
   add_workspace(context, call.workspace, &k);
   k.frame_counters = context.frame_counters(call.frame);
@@ -85,6 +94,7 @@ RouteExchangeKernel exchange_kernel(const CudaContext& context, const RouteCall&
   k.num_local_experts = g.num_local_experts;
   k.expert_alignment = g.expert_alignment;
   k.chunk_tokens = static_cast<std::int32_t>(g.route_chunk_tokens);
+  k.repeats = call.repeats;
   return k;
 }
 
@@ -204,13 +214,13 @@ void issue_route(const CudaContext& context, const RouteCall& call, Phases phase
 void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases phases) {
   context.check_rows(call, context.geometry().recv);
   const FrameOffsets& frame = context.frame(call.frame);
-  const KernelCall kernel_call = context.kernel_call(kOpDispatch, call);
+  const KernelCall kernel_call = forward_call(context, kOpDispatch, call);
   SignalKernel arrived = signal(context, kernel_call, kPhaseArrived, frame.arrived_cells);
   arrived.epoch = arrived.frame_counters + offsetof(FrameCounters, round);
   if ((phases & 1) && call.refusal == kRefusalNone) push(context, kernel_call, call, context.forward_target(call));
+  const std::uint32_t set_open = call.repeats != 0 ? 0 : kSignalSetOpen;
   launch_steps(context, arrived,
-               steps_of(phases, kSignalBegin | kSignalPublish, kSignalAwait | kSignalJudge | kSignalSetOpen),
-               call.stream);
+               steps_of(phases, kSignalBegin | kSignalPublish, kSignalAwait | kSignalJudge | set_open), call.stream);
 }
 
 // Phases: stage, publish READY; await it, pull, publish ACK; when refused, await ACK.

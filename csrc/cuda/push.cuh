@@ -6,7 +6,6 @@
 
 namespace epbuf::cuda {
 
-constexpr std::uint32_t kAllLanes = 0xFFFFFFFF;
 constexpr std::int32_t kScaleWordBytes = 4;
 
 // Word w of the block scales of a row lies at `base` + w * step, whatever their layout.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "chain.cuh"
+#include "launch.h"
 #include "sync.cuh"
 
 namespace epbuf::cuda {
@@ -14,28 +15,28 @@ __device__ __forceinline__ bool is_poisoned(const KernelCall& call) {
   return load_relaxed_device(&control_of(call)->poisoned) != kOk;
 }
 
-__device__ __forceinline__ std::uint32_t refused_op(const KernelCall& call) {
+__device__ __forceinline__ std::uint32_t refused_order(const KernelCall& call) {
   return load_relaxed_device(at<const std::uint32_t>(call.refused));
 }
 
-// Before this op's own round: the arena is poisoned, or the frame's round was refused in an op before this one. All
+// Before this op's own round: the arena is poisoned, or the frame's round was refused in an earlier one. All
 // ranks saw that refusal, so all of them skip, without a signal and without a call number.
 __device__ __forceinline__ bool skips(const KernelCall& call) {
-  const std::uint32_t refused = refused_op(call);
+  const std::uint32_t refused = refused_order(call);
   const bool poisoned = is_poisoned(call);
-  return poisoned || (refused != kOpNone && refused < call.op);
+  return poisoned || (refused != 0 && refused < call.order);
 }
 
 // After this op's own round: it was refused too.
 __device__ __forceinline__ bool stops(const KernelCall& call) {
-  const std::uint32_t refused = refused_op(call);
+  const std::uint32_t refused = refused_order(call);
   const bool poisoned = is_poisoned(call);
-  return poisoned || refused != kOpNone;
+  return poisoned || refused != 0;
 }
 
 // The same answer for all threads that meet here, also when another stream poisons the arena meanwhile.
-__device__ __forceinline__ bool warp_skips(const KernelCall& call) { return __any_sync(0xFFFFFFFF, skips(call)); }
-__device__ __forceinline__ bool warp_stops(const KernelCall& call) { return __any_sync(0xFFFFFFFF, stops(call)); }
+__device__ __forceinline__ bool warp_skips(const KernelCall& call) { return __any_sync(kAllLanes, skips(call)); }
+__device__ __forceinline__ bool warp_stops(const KernelCall& call) { return __any_sync(kAllLanes, stops(call)); }
 
 __device__ __forceinline__ bool block_skips(const KernelCall& call) {
   return __syncthreads_or(threadIdx.x == 0 && skips(call));

@@ -46,10 +46,10 @@ constexpr BadIds kNoBadIds = {0, ~0ull};
 // One warp: the lanes whose key equals this lane's, for keys below 2^num_bits; 0 in lanes that are not live. A ballot
 // for each bit: match.any takes as long as there are different keys, and here most of them are.
 __device__ __forceinline__ std::uint32_t same_keys(std::uint32_t key, bool live, std::int32_t num_bits) {
-  std::uint32_t same = __ballot_sync(0xFFFFFFFF, live);
+  std::uint32_t same = __ballot_sync(kAllLanes, live);
   for (std::int32_t bit = 0; bit < num_bits; ++bit) {
     const bool is_set = (key >> bit) & 1;
-    const std::uint32_t set = __ballot_sync(0xFFFFFFFF, is_set);
+    const std::uint32_t set = __ballot_sync(kAllLanes, is_set);
     same &= is_set ? set : ~set;
   }
   return live ? same : 0;

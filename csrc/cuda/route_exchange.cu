@@ -19,9 +19,9 @@ constexpr std::size_t kMaxFusedBytes = 64 * 1024;
 constexpr std::int64_t kFusedSlots = 2048;        // of a block, while the cluster may still grow
 constexpr std::int64_t kMaxCluster = 8;           // what every GPU takes
 constexpr std::size_t kStaticSharedBytes = 1024;  // at most
-constexpr std::int64_t kMaxFusedExperts = 0xFFFE;
 
 using Key = std::uint16_t;  // fused only
+static_assert(kMaxFusedBytes / sizeof(std::uint32_t) / kCountWarps < 0xFFFF, "a key holds every expert that fits");
 
 __device__ __forceinline__ std::int32_t warp_index() { return static_cast<std::int32_t>(threadIdx.x / kWarpSize); }
 __device__ __forceinline__ std::int32_t lane_index() { return static_cast<std::int32_t>(threadIdx.x % kWarpSize); }
@@ -123,7 +123,7 @@ struct ChunkGroups {
   std::int32_t num_columns, num_groups, num_chunks, chunks_per_group;
 
   __device__ ChunkGroups(const RouteExchangeKernel& k) {
-    num_columns = k.num_experts / static_cast<std::int32_t>(sizeof(Vec) / sizeof(std::uint32_t));
+    num_columns = max(1, k.num_experts / static_cast<std::int32_t>(sizeof(Vec) / sizeof(std::uint32_t)));
     num_chunks = k.call.refusal != kRefusalNone ? 0 : num_chunks_of(k.ids, k.chunk_tokens);
     num_groups = max(1, min(32, static_cast<std::int32_t>(kCountThreads) / num_columns));
     chunks_per_group = (num_chunks + num_groups - 1) / num_groups;
@@ -363,7 +363,7 @@ __device__ std::int64_t warp_inclusive_sum(std::int64_t value) {
   const std::uint32_t lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (std::uint32_t step = 1; step < kWarpSize; step *= 2) {
-    const std::int64_t lower = __shfl_up_sync(0xFFFFFFFF, value, step);
+    const std::int64_t lower = __shfl_up_sync(kAllLanes, value, step);
     if (lane >= step) value += lower;
   }
   return value;
@@ -382,9 +382,9 @@ __device__ void sum_zones(const RouteExchangeKernel& k, const std::uint32_t* tot
     if (lane_index() == static_cast<std::int32_t>(kWarpSize) - 1) warp_sums[turn][warp_index()] = inclusive;
     __syncthreads();
     const std::int64_t upto = warp_inclusive_sum(lane_index() < kWarps ? warp_sums[turn][lane_index()] : 0);
-    const std::int64_t before = __shfl_sync(0xFFFFFFFF, upto, max(warp_index() - 1, 0));
+    const std::int64_t before = __shfl_sync(kAllLanes, upto, max(warp_index() - 1, 0));
     if (e < k.num_experts) prefix[e + 1] = carry + (warp_index() == 0 ? 0 : before) + inclusive;
-    carry += __shfl_sync(0xFFFFFFFF, upto, kWarps - 1);
+    carry += __shfl_sync(kAllLanes, upto, kWarps - 1);
   }
   if (threadIdx.x == 0) prefix[0] = 0;
   __syncthreads();
@@ -424,14 +424,15 @@ __device__ void write_demand(const RouteExchangeKernel& k, const std::int64_t* p
   }
 #pragma unroll
   for (std::uint32_t step = kWarpSize / 2; step > 0; step /= 2) {
-    const std::int64_t other = __shfl_xor_sync(0xFFFFFFFF, largest, step);
-    const std::int32_t other_rank = __shfl_xor_sync(0xFFFFFFFF, largest_rank, step);
+    const std::int64_t other = __shfl_xor_sync(kAllLanes, largest, step);
+    const std::int32_t other_rank = __shfl_xor_sync(kAllLanes, largest_rank, step);
     if (other > largest || (other == largest && other_rank < largest_rank)) largest = other, largest_rank = other_rank;
   }
   if (lane_index() != 0) return;
+  *at<float>(k.overflow) = largest > k.capacity_rows ? 1.0f : 0.0f;
+  if (k.repeats != 0) return;
   auto* counters = at<FrameCounters>(k.frame_counters);
   counters->demand_peak_rows = max(counters->demand_peak_rows, largest);
-  *at<float>(k.overflow) = largest > k.capacity_rows ? 1.0f : 0.0f;
   if (largest > k.capacity_rows) record_overflow(k.call, largest, largest_rank);
 }
 
@@ -450,7 +451,7 @@ __device__ void place_slots(const RouteExchangeKernel& k, const ExchangeShared& 
 __device__ bool conclude(const RouteExchangeKernel& k, const ExchangeShared& memory, const Notes& notes,
                          std::uint32_t round) {
   const bool refused = notes.refusing_rank >= 0;
-  if (threadIdx.x == 0) store_relaxed_device(at<std::uint32_t>(k.call.refused), refused ? kOpRoute : kOpNone);
+  if (threadIdx.x == 0) store_relaxed_device(at<std::uint32_t>(k.call.refused), refused ? k.call.order : 0);
   if (refused) {
     const std::uint32_t refusal = header_of(k, notes.refusing_rank, kHeaderRefusal);
     if (threadIdx.x == 0) record_refusal(k.call, notes.refusing_rank, refusal);
@@ -458,7 +459,7 @@ __device__ bool conclude(const RouteExchangeKernel& k, const ExchangeShared& mem
     return true;
   }
   release_next();
-  if (threadIdx.x == 0 && notes.num_bad_ids != 0) record_bad_ids(k, notes);
+  if (threadIdx.x == 0 && notes.num_bad_ids != 0 && k.repeats == 0) record_bad_ids(k, notes);
   sum_zones(k, memory.totals, memory.prefix);
   if (is_speaker()) {
     write_demand(k, memory.prefix);
@@ -492,7 +493,7 @@ __device__ bool finish_round(const RouteExchangeKernel& k, const ExchangeShared&
     if (!__syncthreads_and(arrived)) return false;
     refused = conclude(k, memory, *notes, round);
   } else if (k.steps & kRouteAwaitRefused) {
-    refused = refused_op(k.call) == kOpRoute;
+    refused = refused_order(k.call) == k.call.order;
   }
   if (refused && (k.steps & kRouteAwaitRefused)) {
     const Cell* cells = at<const Cell>(k.call.window, k.arrived_cells);
@@ -599,8 +600,9 @@ __device__ void route(const RouteExchangeKernel& k, const ExchangeShared& memory
   if (gridDim.x != 1) cluster.barrier_wait();  // the first block's memory lasts until all have read it
 }
 
-// Shapes: one block. route_scratch [chunks, E] int32: counts in, prefixes over the chunks out; count_cells [R, E + 8]
-// of every rank; route_base [E] int64, offs [L] int32, counts [2 L + 1] int64, overflow [1] float32: out.
+// Shapes: one block; fused, a cluster of up to 8, whose first one talks. route_scratch [chunks, E] int32: counts in,
+// prefixes over the chunks out; count_cells [R, E + 8] of every rank; route_base [E] int64, offs [L] int32, counts [2 L
+// + 1] int64, overflow [1] float32: out.
 //
 // Example, R = 2, E = 4 (L = 2), A = 4, C = 12; rank 0 counts {3, 1, 0, 5}, rank 1 {2, 0, 0, 2}. Rows of the experts:
 // {5, 1, 0, 7}, padded {8, 4, 0, 8}. On rank 1: route_base = {3, 9, 0, 5} (rank 0's rows come first in each zone),
@@ -637,8 +639,7 @@ std::size_t shared_bytes(const KernelIds& ids, std::int64_t num_experts, std::ui
 }  // namespace
 
 bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts, const Target& target) {
-  return num_experts <= kMaxFusedExperts &&
-         shared_bytes<true>(ids, num_experts, num_fused_blocks(ids, target)) <= kMaxFusedBytes;
+  return shared_bytes<true>(ids, num_experts, num_fused_blocks(ids, target)) <= kMaxFusedBytes;
 }
 
 std::size_t exchange_shared_bytes(std::int64_t num_experts) {

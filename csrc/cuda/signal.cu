@@ -27,9 +27,9 @@ __device__ std::int32_t find_refusal(const KernelCall& call, const Cell* cells) 
 __device__ void judge(const SignalKernel& k, const Cell* cells, std::int32_t refusing) {
   auto* mark = at<std::uint32_t>(k.call.refused);
   if (refusing == k.call.num_ranks) {
-    store_relaxed_device(mark, kOpNone);
+    store_relaxed_device(mark, 0);
   } else {
-    store_relaxed_device(mark, k.call.op);
+    store_relaxed_device(mark, k.call.order);
     record_refusal(k.call, refusing, load_relaxed_system(cells + refusing).value);
   }
 }
@@ -48,7 +48,7 @@ __device__ bool take_steps(const SignalKernel& k, Failure* failure) {
   auto* epoch_word = at<std::uint32_t>(k.epoch);
   const std::uint32_t epoch = *epoch_word + ((k.steps & kSignalAdvance) ? 1 : 0);
   const std::uint32_t last_use = (k.steps & kSignalAwaitAck) ? *at<const std::uint32_t>(k.ack_use) : 0;
-  const bool was_refused = (k.steps & kSignalAwaitRefused) && refused_op(k.call) == k.call.op;
+  const bool was_refused = (k.steps & kSignalAwaitRefused) && refused_order(k.call) == k.call.order;
   const std::uint32_t number = (k.steps & kSignalBegin) ? begin_call(k.call) : current_call(k.call);
   const Cell* cells = at<const Cell>(k.call.window, k.cells);
 

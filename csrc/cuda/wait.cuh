@@ -1,5 +1,5 @@
 // Bounded waits for cells of the peers, and what is concluded when they do not come. The conclusions are those of
-// host/wait.cpp. Only kernels of one block wait.
+// host/wait.cpp. Only one block of a kernel waits.
 #pragma once
 
 #include "record.cuh"
@@ -160,7 +160,7 @@ __device__ inline std::uint32_t begin_call_as_warp(const KernelCall& call) {
   const std::uint32_t lane = threadIdx.x % kWarpSize;
   std::uint32_t number = 0;
   if (lane == 0) number = atomicAdd(&control_of(call)->call, 1u) + 1;
-  number = __shfl_sync(0xFFFFFFFF, number, 0);
+  number = __shfl_sync(kAllLanes, number, 0);
   for (std::int32_t peer = lane; peer < call.num_ranks; peer += kWarpSize) {
     Cell* cell = at<Cell>(window_of(call, peer), call.progress_cells) + call.rank;
     store_relaxed_system(cell, {number, pack_progress(call)});

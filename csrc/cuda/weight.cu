@@ -9,7 +9,6 @@ namespace {
 constexpr std::uint32_t kThreads = 512;
 constexpr std::uint32_t kBlocksPerSm = 2;
 constexpr std::int32_t kVecs = 2;  // pairs of 16-byte loads in flight per lane
-constexpr std::uint32_t kAllLanes = 0xFFFFFFFF;
 
 // Adds <a, b> to `dot`, element by element, and returns b * weight.
 template <typename Dtype>

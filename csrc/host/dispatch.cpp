@@ -193,7 +193,7 @@ Status run_dispatch(Context& context, const OpState& op, const DispatchCall& cal
   const Signal arrived{kPhaseArrived, frame.arrived_cells, context.frame_counters(call.frame).round, call.refusal};
   EPBUF_TRY(context.exchange(op, arrived));
   if (context.find_refusal(op, arrived, outcome)) return kRefused;
-  context.frame_counters(call.frame).open = 1;
+  if (call.repeats == 0) context.frame_counters(call.frame).open = 1;
   return kOk;
 }
 

@@ -199,6 +199,7 @@ class Router {
 
   void write_overflow(const Outcome& outcome) {
     *overflow_ = outcome.overflow != 0 ? 1.0f : 0.0f;
+    if (call_.repeats != 0) return;
     if (outcome.overflow != 0) context_.control().record_overflow(outcome.max_demand_rows, outcome.max_demand_rank);
     std::int64_t& peak = context_.frame_counters(call_.frame).demand_peak_rows;
     peak = std::max(peak, outcome.max_demand_rows);
@@ -214,7 +215,7 @@ class Router {
       all = bad;
       all.num = num;
     }
-    if (all.num == 0) return;
+    if (all.num == 0 || call_.repeats != 0) return;
     context_.control().record_bad_ids(all);
     outcome->num_bad_ids = all.num;
     outcome->bad_rank = all.rank;

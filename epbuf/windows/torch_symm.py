@@ -23,7 +23,8 @@ class AlignedStore(c10d.Store):
     torch numbers the exchanges of a process, over all its groups, and puts the number into the keys: a rank that has
     taken part in more of them than its peers waits for ever. Here the first exchange has number 0 on every rank.
 
-    Source of the keys, `PREFIX/NUMBER/RANK`: torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp, 2.13.
+    Source of the keys, `PREFIX/NUMBER/RANK` and, of a barrier, `PREFIX/NUMBER/WORD`: torch 2.13,
+    torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp.
     """
 
     def __init__(self, store: c10d.Store) -> None:
@@ -32,18 +33,20 @@ class AlignedStore(c10d.Store):
         self._first: int | None = None
 
     def _aligned(self, key: str) -> str:
-        found = re.fullmatch(r"(.*/)?(\d+)/(\d+)", key)
+        found = re.search(r"(?<![^/])\d+(?![^/])", key)  # the first part that is a number
         if found is None:
             return key
-        number = int(found[2])
-        self._first = number if self._first is None else self._first
-        return f"{found[1] or ''}{number - self._first}/{found[3]}"
+        self._first = int(found[0]) if self._first is None else self._first
+        return f"{key[: found.start()]}{int(found[0]) - self._first}{key[found.end() :]}"
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(self._aligned(key), value)
 
     def get(self, key: str) -> bytes:
         return bytes(self._store.get(self._aligned(key)))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(self._aligned(key), amount))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -86,6 +89,8 @@ class TorchSymmWindow:
         if not isinstance(group, TorchGroup):
             raise ConfigError('window="torch_symm" needs a torch process group; for one rank take window="local"')
         self._tensor = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        self._tensor.zero_()  # torch zeroes its signal pad only
+        torch.cuda.synchronize(device)
         self._handle: Any = _rendezvous(self._tensor, group)
         if self._handle is None or len(self._handle.buffer_ptrs) != group.size:
             raise NativeError(
