@@ -417,11 +417,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     device_type = arguments.device
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    tolerance = 0.0 if device_type == "cpu" else 1e-3  # cuBLAS promises the same bits on one stream only
     is_right = True
     for kind in ("one_f_one_b", "interleaved") if arguments.schedule == "all" else (arguments.schedule,):
         options = Options(kind, arguments.repeats, arguments.steps)
         for rank, found in enumerate(run_ranks(arguments.ranks, options, device_type)):
-            is_right &= found.difference == 0 and all(used == planned for used, planned in found.num_frames)
+            is_right &= found.difference <= tolerance and all(used == planned for used, planned in found.num_frames)
             print(
                 f"{kind}, rank {rank}: loss {found.losses[0]:.3f} -> {found.losses[-1]:.3f}; captured and one by one "
                 f"differ by {found.difference:g}; frames used and planned, by stage: {found.num_frames}"
