@@ -89,7 +89,7 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._arenas = arenas
         self._device = device
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
-        self._seen: set[int] = set()
+        self._seen: set[int] = {0}  # storages that were there before, and those of sparse tensors
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -160,6 +160,9 @@ def _is_own_call() -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Identify the storage of a tensor; 0 for one that has none of its own."""
+    if tensor.layout != torch.strided:
+        return 0
     return int(tensor.untyped_storage()._cdata)
 
 
