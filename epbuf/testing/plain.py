@@ -18,7 +18,7 @@ class PlainStep:
         self, fn: Callable[..., Any], inputs: Sequence[Any], num_warm_ups: int, restore: Sequence[Any]
     ) -> None:
         self._fn = fn
-        self._inputs = [_static(value) for value in inputs]
+        self._inputs = [copy_of(value) for value in inputs]
         is_on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
         self._graph = torch.cuda.CUDAGraph() if is_on_cuda else None
         before = Snapshot(restore)
@@ -69,7 +69,8 @@ class PlainStep:
             return self._fn(*self._inputs)
 
 
-def _static(value: Any) -> Any:
+def copy_of(value: Any) -> Any:
+    """Return a copy of an input that is a tensor, needing a gradient if that does; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from epbuf.arena import Arena
 from epbuf.capture import CapturedStep, Snapshot
 from epbuf.errors import CaptureError, ConfigError
-from epbuf.testing.plain import PlainStep
+from epbuf.testing.plain import PlainStep, copy_of
 from epbuf.testing.watch import Watch, count_allocations, foreign_pools, segments
 
 Rule: TypeAlias = Literal["host read", "refused", "left behind", "host state", "addresses", "allocations", "values"]
@@ -149,7 +149,7 @@ class _Trial:
     def _eager(self, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         """Run `fn` on copies; return what it gave and what it left in `restore`, which is then put back."""
         before = Snapshot(self._restore)
-        copies = tuple(_copy(value) for value in inputs)
+        copies = tuple(copy_of(value) for value in inputs)
         found: tuple[Any, Any] = tree_map(_copy_of_result, (self._fn(*copies), _values(self._restore)))
         before.put_back()
         return found
@@ -261,12 +261,6 @@ def _tensors(item: Any) -> list[torch.Tensor]:
     if isinstance(item, torch.optim.Optimizer):
         return [leaf for leaf in tree_leaves(list(item.state.values())) if isinstance(leaf, torch.Tensor)]
     return [item] if isinstance(item, torch.Tensor) else []
-
-
-def _copy(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _copy_of_result(value: Any) -> Any:
