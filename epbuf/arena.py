@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from epbuf import _C
+from epbuf.debug import Debug, HandOut
 from epbuf.engine import TOKEN_DTYPES, Encoded, Engine, describe_progress, failure, open_engine, peer_error
 from epbuf.errors import (
     CaptureError,
@@ -52,6 +53,7 @@ class Arena:
         recv_in_frame: whether recv_tokens lies in the frame, not in the forward workspace.
         recomputes: whether combine's backward dispatches once more, to bring received rows back.
         routing_views, views: made once and kept as long as the arena; by frame, and of other regions by address.
+        debug: poison and canaries, in debug mode; else None.
         may_refuse_result: whether an eager dispatch may raise once its round is complete.
     """
 
@@ -63,6 +65,7 @@ class Arena:
         self.engine = engine
         self._copy_facts(plan)
         self.window_reason = ""
+        self.debug: Debug | None = None
         self.window_allocations = 1
         self.order = torch.zeros(1, dtype=torch.int32, device=device)
         self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
@@ -114,11 +117,15 @@ class Arena:
     @classmethod
     def open(
         cls, plan: Plan, group: AnyGroup = None, *, device: torch.device | str | None = None, window: str = "auto",
-        engine: str = "native",
+        engine: str = "native", debug: bool = False,
     ) -> Arena:  # fmt: skip
         """Allocate, register and map the window of a plan. The only place that does.
 
         Collective: every rank of `group` calls it with the same plan. Synchronises.
+
+        With `debug` every acquire() poisons the frame and looks for writes past the last zone and between regions. It
+        then reads the device, unless it is captured: what a replay finds is raised by check(). Without, nothing is
+        launched for it. Ranks need not agree.
 
         Raises:
             CaptureError: a graph is being captured.
@@ -138,6 +145,7 @@ class Arena:
             mover = open_engine(engine, plan, ranks.rank, memory, place)
             arena = cls(plan, ranks, memory, mover, place)
             arena.window_reason = reason
+            arena.debug = Debug(plan, memory, arena._regions) if debug else None
             ranks.barrier()
         return arena
 
@@ -149,6 +157,7 @@ class Arena:
         Raises:
             LeaseError: the frame, or every frame, is in use; the arena is closed.
             ConfigError: the plan was built with another recv_policy.
+            NativeError: in debug mode, bytes of the frame that belong to nobody were written.
         """
         self.require_open("acquire()")
         if recv_policy not in (None, self.plan.recv_policy):
@@ -161,7 +170,18 @@ class Arena:
                 f"acquire(frame=...) takes an int, found {type(frame).__name__}; schedule.frame(layer, microbatch) "
                 "gives one"
             )
-        return Lease(self, self.book, frame)
+        lease = Lease(self, self.book, frame)
+        if self.debug is not None:
+            self._hand_out(lease, self.debug)
+        return lease
+
+    def _hand_out(self, lease: Lease, debug: Debug) -> None:
+        try:
+            self.engine.follow(lease.frame)
+            debug.hand_out(HandOut(lease.serial, lease.frame, lease.where), reads=not self.engine.capture_key())
+        except BaseException:
+            lease.release()
+            raise
 
     def region(self, name: str, index: int = 0) -> torch.Tensor:
         """Return the one tensor of a region of this rank."""
@@ -304,10 +324,13 @@ class Arena:
         Raises:
             CaptureError: called while capturing.
             PeerTimeoutError, LeaseError: the arena is poisoned, and by whom.
+            NativeError: in debug mode, a replay found bytes written that belong to nobody.
         """
         refuse_while_recording(self.book, "check()", "call it after the capture, or after a replay")
         self.require_open("check()")
         self._judge(self.engine.control())
+        if self.debug is not None:
+            self.debug.raise_found()
         gone = self._ranks_that_gave_up()
         if gone:
             raise PeerTimeoutError(
@@ -476,7 +499,7 @@ class Arena:
         _C.handle_drop(self.handle)
         self.engine.close()
         self._regions, self._routed, self._received, self._moved_grads = {}, (), [], []
-        self.routing_views, self.views = {}, {}
+        self.routing_views, self.views, self.debug = {}, {}, None
         if is_healthy or self.engine.synchronous:
             self.window.close()
         else:

@@ -27,7 +27,7 @@ _MODELS = {
 }
 
 _SHORT_FLAGS = {"num_ranks": "--ep", "max_tokens_per_rank": "--tokens"}
-_SCHEDULE_KINDS = ("sequential", "gpipe", "one_f_one_b", "interleaved")
+_SCHEDULE_KINDS = ("sequential", "gpipe", "one_f_one_b", "one_f_one_b_overlap", "interleaved")
 _SCHEDULE_COUNTS = {
     "num_layers": "MoE layers of one chunk on this stage.",
     "num_stages": "Pipeline stages.",

@@ -105,6 +105,9 @@ class Engine(Protocol):
     ) -> _C.Outcome:  # fmt: skip
         """Add gradients of rows and fetch those of weights, per token."""
 
+    def follow(self, frame: int) -> None:
+        """Let the current stream wait for the ops that used a frame before."""
+
     synchronous: bool
     """Whether a call returns when its round is complete, with its outcome."""
 
@@ -214,6 +217,10 @@ class NativeEngine:
         call.out_weights = out_weights.data_ptr() if out_weights is not None else 0
         call.begins_use, call.clears_open = int(begins_use), int(clears_open)
         return self.native.dispatch_backward(call)
+
+    def follow(self, frame: int) -> None:
+        if self._streams is not None:
+            self._streams.enter(Place(frame, -1), "forward")
 
     def control(self) -> _C.Control:
         return self.native.control()

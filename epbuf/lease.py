@@ -429,9 +429,11 @@ class LeaseBook:
 
     def _named_frame(self, index: int) -> _Frame:
         if not 0 <= index < len(self._frames):
+            users = self._who()
             raise LeaseError(
                 f"acquire(frame={index}) asks for a frame that the plan has not: it has frames 0 to "
-                f"{len(self._frames) - 1}. Take frames from the Schedule that built the plan"
+                f"{len(self._frames) - 1}{f', in use by:{chr(10)}{users}{chr(10)}' if users else '. '}"
+                "Take frames from the Schedule that built the plan"
             )
         self._forget_dead_graphs()
         frame = self._frames[index]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NoReturn
 
 from epbuf.errors import ConfigError
 
@@ -38,17 +38,23 @@ class Schedule:
         num_workspaces: forward and backward workspaces, one of each per chain of ops that is open at once.
         kind: name of the constructor, "by_hand" without one.
         parameters: what the constructor was called with.
+        passes: (direction, microbatch, chunk) in the order in which this stage must run them for `frame` to hold; of a
+            sequential schedule those of one microbatch, by hand none.
     """
 
     num_frames: int
     num_workspaces: int = 1
     kind: str = field(default="by_hand", kw_only=True)
     parameters: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
+    passes: tuple[Pass, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     _frames: dict[_Use, int] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
+    _first_users: tuple[tuple[_Use, _Use], ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_count("num_frames", self.num_frames, MAX_FRAMES)
         _check_count("num_workspaces", self.num_workspaces, MAX_WORKSPACES)
+        if self.num_frames < len(self._first_users):
+            self._refuse_fewer()
 
     @classmethod
     def sequential(cls, num_layers: int = 1) -> Schedule:
@@ -81,6 +87,22 @@ class Schedule:
         warmup = num_stages - stage - 1
         order = [(microbatch, 0) for microbatch in range(num_microbatches)]
         return _derive("one_f_one_b", parameters, _alternate(order, order, warmup))
+
+    @classmethod
+    def one_f_one_b_overlap(cls, num_layers: int, num_stages: int, stage: int, num_microbatches: int) -> Schedule:
+        """Run each forward and backward of 1F1B together, so that one's all-to-all runs beside the other's experts.
+
+        On the last stage a backward needs the forward before it, so there is one more forward in the warm-up:
+        W = min(S - s, M). Two chains of ops are open together, so there are two workspaces of each kind. At most
+        min(W + 1, M) microbatches are open: num_frames = num_layers * min(S - s + 1, M). S = 4, s = 0, M = 8, 1 layer:
+        5 frames. The passes of `passes[W:]` come in pairs, a forward and a backward; a pair may be run layer by layer
+        in any order, because the forward takes no frame that the backward frees.
+        """
+        parameters = _checked_counts(num_layers=num_layers, num_stages=num_stages, num_microbatches=num_microbatches)
+        parameters["stage"] = _checked_stage(stage, num_stages)
+        order = [(microbatch, 0) for microbatch in range(num_microbatches)]
+        passes = _alternate(order, order, num_stages - stage)
+        return _derive("one_f_one_b_overlap", parameters, passes, num_workspaces=2)
 
     @classmethod
     def interleaved(
@@ -131,6 +153,14 @@ class Schedule:
             )
         raise ConfigError(f"frame(layer={layer}, microbatch={microbatch}, chunk={chunk}): {self} has no such use")
 
+    def _refuse_fewer(self) -> NoReturn:
+        asking, holding = self._first_users[self.num_frames]
+        raise ConfigError(
+            f"{self} needs {len(self._first_users)} frames and num_frames={self.num_frames} was asked for: the "
+            f"forward of {_name(asking)} needs a frame while {_name(holding)} is the first of {self.num_frames} that "
+            "wait for their backward. Plan all frames, or take a schedule that has fewer microbatches open"
+        )
+
     def __str__(self) -> str:
         if self.kind == "by_hand":
             return f"Schedule(num_frames={self.num_frames}, num_workspaces={self.num_workspaces})"
@@ -160,23 +190,33 @@ def _alternate(
         yield "backward", *use
 
 
-def _derive(kind: str, parameters: dict[str, int], passes: Iterator[Pass]) -> Schedule:
+def _derive(kind: str, parameters: dict[str, int], passes: Iterator[Pass], num_workspaces: int = 1) -> Schedule:
     """Give each layer of each pass the lowest free frame; a backward frees what its forward took."""
+    order = tuple(passes)
     frames: dict[_Use, int] = {}
     free: list[int] = []
-    num_frames = 0
-    layers = range(parameters["num_layers"])
-    for direction, microbatch, chunk in passes:
-        for layer in layers:
+    first_users: list[tuple[_Use, _Use]] = []  # of each frame: who takes it first, and who has waited longest by then
+    waiting: dict[_Use, None] = {}
+    for direction, microbatch, chunk in order:
+        for layer in range(parameters["num_layers"]):
             use = (layer, microbatch, chunk)
             if direction == "backward":
                 heapq.heappush(free, frames[use])
-            elif free:
-                frames[use] = heapq.heappop(free)
-            else:
-                frames[use] = num_frames
-                num_frames += 1
-    return Schedule(num_frames, kind=kind, parameters=tuple(parameters.items()), _frames=frames)
+                del waiting[use]
+                continue
+            waiting[use] = None
+            frames[use] = heapq.heappop(free) if free else len(first_users)
+            if frames[use] == len(first_users):
+                first_users.append((use, next(iter(waiting))))
+    return Schedule(
+        len(first_users), num_workspaces, kind=kind, parameters=tuple(parameters.items()), passes=order, _frames=frames,
+        _first_users=tuple(first_users),
+    )  # fmt: skip
+
+
+def _name(use: _Use) -> str:
+    layer, microbatch, chunk = use
+    return f"(layer {layer}, microbatch {microbatch}, chunk {chunk})"
 
 
 def _check_count(name: str, value: object, limit: int = 2**31 - 1) -> None:

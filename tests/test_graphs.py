@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import epbuf  # noqa: E402
-from graphs import capture_step, microbatches, train_loop  # noqa: E402
+from graphs import capture_step, capture_tests, microbatches, train_loop  # noqa: E402
 from graphs.bench import cpu  # noqa: E402
 
 SIZES = train_loop.Sizes()
@@ -37,6 +37,15 @@ def test_capture_step_runs_under_torchrun() -> None:
     found = subprocess.run([*command, "--replays", "3"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("new routing, right result") == 3  # rank 0 prints; every rank compares
+
+
+def test_capture_tests_pass_the_safe_step_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert capture_tests.main() == 0
+    assert re.findall(r'rule "([\w ]+)"|depends on (rows past)', capsys.readouterr().out) == [
+        ("host read", ""),
+        ("left behind", ""),
+        ("", "rows past"),
+    ]
 
 
 def test_train_loop_holds_all_its_claims_on_four_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

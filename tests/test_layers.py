@@ -21,7 +21,7 @@ TABLE = (
     ("plan",),
     ("reference", "accounting", "windows"),
     ("engine",),
-    ("lease",),  # knows its arena by a protocol
+    ("lease", "debug"),  # a lease knows its arena by a protocol
     ("arena",),  # acquire() makes leases
     ("checks",),
     ("ops",),

@@ -132,6 +132,43 @@ def test_one_f_one_b_frames_are_exact_in_a_running_pipeline(
         assert_exact(schedule, order, num_layers)
 
 
+def paired_order(num_stages: int, stage: int, num_microbatches: int) -> list[Pass]:
+    """Order of 1F1B with one more forward before the first backward."""
+    warmup = min(num_stages - stage, num_microbatches)
+    order: list[Pass] = [("forward", m, 0) for m in range(warmup)]
+    for m in range(num_microbatches):
+        order += [("forward", m + warmup, 0)] if m + warmup < num_microbatches else []
+        order.append(("backward", m, 0))
+    return order
+
+
+@UNTIMED
+@given(num_stages=st.integers(1, 6), num_microbatches=st.integers(1, 12), num_layers=st.integers(1, 3))
+def test_overlap_frames_are_exact_in_a_running_pipeline(
+    num_stages: int, num_microbatches: int, num_layers: int
+) -> None:
+    orders = [paired_order(num_stages, stage, num_microbatches) for stage in range(num_stages)]
+    run_pipeline(orders, 1)
+    for stage, order in enumerate(orders):
+        schedule = Schedule.one_f_one_b_overlap(num_layers, num_stages, stage, num_microbatches)
+        assert schedule.num_frames == num_layers * min(num_stages - stage + 1, num_microbatches)
+        assert (list(schedule.passes), schedule.num_workspaces) == (order, 2)
+        assert_exact(schedule, order, num_layers)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "order"),
+    [
+        pytest.param(Schedule.sequential(2), [("forward", 0, 0), ("backward", 0, 0)], id="sequential"),
+        pytest.param(Schedule.one_f_one_b(1, 4, 1, 8), megatron_order(4, 1, 8, 1), id="1f1b"),
+        pytest.param(Schedule.interleaved(1, 4, 2, 8, 2), megatron_order(4, 2, 8, 2), id="interleaved"),
+        pytest.param(Schedule(3), [], id="by-hand"),
+    ],
+)
+def test_schedule_says_the_order_of_its_passes(schedule: Schedule, order: list[Pass]) -> None:
+    assert list(schedule.passes) == order
+
+
 @UNTIMED
 @given(num_layers=st.integers(1, 4), num_microbatches=st.integers(1, 8))
 def test_gpipe_frames_are_exact(num_layers: int, num_microbatches: int) -> None:
