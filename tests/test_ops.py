@@ -53,7 +53,7 @@ class Enqueuing:
 def open_enqueuing(group: Any, **changes: Any) -> epbuf.Arena:
     config = base_config(2, recv_capacity_per_rank=CASE.config.recv_capacity_per_rank, **changes)
     arena = epbuf.Arena.open(epbuf.Plan.build(config), group)
-    arena.engine = Enqueuing(arena)
+    arena.memory.engine = Enqueuing(arena)
     return arena
 
 
