@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
+from rich.console import RenderableType
 
 from epbuf import _C
 from epbuf.engine import TOKEN_DTYPES, Encoded, Engine, describe_progress, failure, open_engine, peer_error
@@ -130,7 +131,7 @@ class Generation:
         Raises:
             NativeError: some rank could not allocate; raised on every rank.
         """
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             window = _WINDOWS[kind](plan.total_bytes, group, device)
             mover = open_engine(engine, plan, group.rank, window, device)
             memory = cls(plan, group, window, mover, device)
@@ -450,7 +451,7 @@ class Arena:
         """
         _refuse_allocation("Arena.open", "open the arena before the capture and use its leases inside")
         _check_plan(plan)
-        _refuse_inference_mode("Arena.open")
+        _refuse_inference_mode()
         ranks = as_group(group)
         place = _device_of(device, ranks)
         kind, reason = _window_kind(window, place, group)
@@ -509,7 +510,6 @@ class Arena:
         self._refuse_while_recording("grow()", instead)
         _refuse_allocation("grow()", instead)
         self._require_healthy("grow()")
-        _refuse_inference_mode("grow()")
         old = self.memory
         with torch.no_grad():
             _agree_on_growth(plan, self._group)
@@ -522,6 +522,15 @@ class Arena:
         stale = [graph.where for memory in self._older for graph in memory.book.live_graphs()]
         self.free_unused()
         return stale
+
+    def grow_to_peak(self) -> list[str]:
+        """Grow to the largest demand that any dispatch so far has had, if that is more than C; as `grow`. Collective.
+
+        Reads the device.
+        """
+        with torch.no_grad():
+            peak = max(self._group.all_gather(self.demand_peak_rows()))
+        return self.grow(grown_plan(self.plan, peak)) if peak > self.capacity_rows else []
 
     @contextmanager
     def growing(self) -> Iterator[None]:
@@ -612,7 +621,7 @@ class Arena:
             "generations": parts,
         }  # fmt: skip
 
-    def report_table(self) -> Any:
+    def report_table(self) -> RenderableType:
         """Return the report as a `rich` renderable: `rich.print(arena.report_table())`."""
         return report_tables(self.report())
 
@@ -697,12 +706,11 @@ class Arena:
     def _make_room(self, lease: Lease, num_rows: int) -> None:
         """Leave a lease whose dispatch needs `num_rows` in memory that may have them: the newest, or newer. Collective.
 
-        Ranks that ran other ops meanwhile may have seen other peaks, so all take the largest.
+        Ranks that run ops on several streams may have seen other peaks, so all take the largest.
         """
         if lease.arena is self.memory:
-            with torch.no_grad():
-                wanted = max(self._group.all_gather(max(num_rows, *self.memory.demand_peaks())))
-            self.grow(grown_plan(self.plan, wanted))
+            self.grow_to_peak()
+            assert num_rows <= self.memory.capacity_rows, "the demand that overflowed is among the peaks"
         else:
             self._group.barrier()  # a route that no dispatch follows: all have read its counts before anyone goes on
         lease.move(self.memory, self.memory.book)
@@ -770,11 +778,11 @@ def _refuse_allocation(call: str, instead: str) -> None:
             )
 
 
-def _refuse_inference_mode(call: str) -> None:
+def _refuse_inference_mode() -> None:
     if torch.is_inference_mode_enabled():
         raise ConfigError(
-            f"{call} at {caller()} is inside torch.inference_mode: tensors made there can never be saved for "
-            "backward. Call it outside; leases, dispatch and combine work inside"
+            f"Arena.open at {caller()} is inside torch.inference_mode: tensors made there can never be saved for "
+            "backward. Open the arena outside; its leases, dispatch and combine work inside"
         )
 
 

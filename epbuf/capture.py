@@ -139,11 +139,12 @@ class CapturedStep:
         return self._outputs
 
     def rerun(self) -> Any:
-        """Run the step once more, eagerly, on the inputs of the last call; dispatches grow the arenas where they must.
+        """Run the step once more, eagerly, on the inputs of the last call, in arenas that have room for it.
 
-        For a step whose update was skipped: afterwards it is made, with every row, and `arena.plan.capacity_rows` is
-        what it needed. If an arena has grown this graph is stale: close it and capture again. Not for a step that uses
-        a lease opened outside it.
+        For a step whose update was skipped: afterwards it is made, with every row. After an overflow the arenas grow to
+        the largest demand seen, and again at each dispatch that needs still more, now that no layer before it drops
+        rows; `arena.plan.capacity_rows` is then what to capture with. If an arena has grown this graph is stale: close
+        it and capture again. Not for a step that uses a lease opened outside it.
 
         Collective; synchronises. Returns fn's outputs, which are not the static ones.
 
@@ -152,8 +153,11 @@ class CapturedStep:
         """
         self._require_open("run again")
         _refuse_nested(self._arenas, "rerun()")
+        overflowed = bool(self.overflow)
         with ExitStack() as stack:
             for arena in self._arenas:
+                if overflowed:
+                    arena.grow_to_peak()
                 stack.enter_context(arena.growing())
             return tree_map(_detached, self._fn(*self._inputs))
 

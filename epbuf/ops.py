@@ -186,8 +186,6 @@ def route_and_dispatch(lease: Lease, tokens: Tokens) -> tuple[Encoded, torch.Ten
         arena.grower(lease, num_rows)
         arena, frame = cast(Generation, lease.arena), lease.frame
         state, place = _route(arena, frame, lease.serial, arena.routed(frame), tokens)
-    if not arena.may_refuse_result:
-        state.control = None  # it was for `_missing_rows` to read the demand, and that has
     ticket = make_ticket_tensor(arena.book, state.serial)
     filled = arena.received(frame if arena.recv_in_frame else place.workspace)
     recv_topk_weights = arena.region("recv_topk_weights", frame)
@@ -197,12 +195,20 @@ def route_and_dispatch(lease: Lease, tokens: Tokens) -> tuple[Encoded, torch.Ten
 
 
 def _missing_rows(arena: Generation, ticket: Ticket) -> int:
-    """Return how many rows a routed dispatch needs if those are more than C, else 0. One host read on CUDA."""
+    """Return how many rows a routed dispatch needs if those are more than C, else 0. One host read on CUDA.
+
+    A round that a peer refused says nothing about rows, and its rank does not come to grow: all raise instead.
+    """
     if arena.book.recording is not None:
         return 0
-    if arena.engine.synchronous:
-        return ticket.overflowed[1] if ticket.overflowed is not None else 0
-    return arena.demand_peaks()[ticket.frame] if bool(arena.region("overflow", ticket.frame)) else 0
+    error = _read_round(arena, ticket)
+    if error is not None:
+        arena.book.cancel_ticket(ticket)
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+    return ticket.overflowed[1] if ticket.overflowed is not None else 0
 
 
 def combine_lease(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epbuf
-from epbuf import cli, growth
+from epbuf import _C, cli, growth
 from epbuf.errors import (
     CapacityError,
     CaptureError,
     ConfigError,
     LeaseError,
     NativeError,
+    PeerTimeoutError,
     PlanMismatchError,
     StaleGraphError,
 )
@@ -165,6 +167,27 @@ def test_overflow_is_flagged_skipped_rerun_grown_and_recaptured(num_ranks: int, 
             assert_same(loss, wanted, f"loss {number} of rank {rank}")
         for tensor, wanted in zip(found["state"], want["state"], strict=True):
             assert_same(tensor, wanted, f"state of rank {rank}")
+
+
+def _grown_in_mid_step(rank: int, group: Any, tight: bool) -> list[Tensor]:
+    """Train eagerly: layer 1 in one generation and layer 2 in the next, and both backwards after that."""
+    num_ranks = size_of(group)
+    with open_arena(group, tight) as arena:
+        training = Training(arena, rank)
+        with arena.growing():
+            losses = [training.step(*batch_of(rank, num_ranks, number, hard=number == 1)) for number in range(3)]
+        assert arena.generation == int(tight)
+        assert len(arena.report()["generations"]) == 1
+        return [*losses, *training.state()]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_growth_between_the_layers_of_a_step_keeps_its_gradients(num_ranks: int, spread: Spread) -> None:
+    """A backward that goes from new memory into old is that of an arena with room from the start, to the bit."""
+    wide = spread(num_ranks, _grown_in_mid_step, False)
+    for found, want in zip(spread(num_ranks, _grown_in_mid_step, True), wide, strict=True):
+        for tensor, wanted in zip(found, want, strict=True):
+            assert_same(tensor, wanted, "loss or state")
 
 
 def _validated(rank: int, group: Any, overflows: bool) -> dict[str, Any]:
@@ -448,6 +471,98 @@ def test_watched_dispatch_cannot_grow() -> None:
             echo(arena)(x, ids)
         assert arena.generation == 0
         assert_same(echo(arena)(x[:FEW], ids[:FEW]), x[:FEW] * 3, "y afterwards")
+
+
+def test_dispatch_in_inference_mode_may_grow() -> None:
+    """What is then made is fit for training: the memory's tensors are none of inference mode."""
+    with open_arena() as arena:
+        x, ids = x_and_ids(arena)
+        with arena.growing(), torch.inference_mode():
+            echo(arena)(x, ids)
+        assert arena.generation == 1 and not arena.region("recv_tokens").is_inference()
+        leaf = x.clone().requires_grad_()
+        with arena.acquire() as lease:
+            y = epbuf.combine(lease, epbuf.dispatch(lease, leaf, ids).tokens)
+        y.backward(torch.ones_like(y))
+        assert leaf.grad is not None
+        assert_same(leaf.grad, torch.full_like(x, 3.0), "dx")
+
+
+def test_many_growths_leave_nothing_behind() -> None:
+    """Handles, file descriptors and generations are as many after twenty growths as after one."""
+
+    def count() -> tuple[int, int, int]:
+        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+        return len(_C.handle_objects()), descriptors, len(arena.report()["generations"])
+
+    with open_arena() as arena:
+        x, ids = (tensor[:FEW] for tensor in x_and_ids(arena))
+        arena.grow(plan_of(1, 36))
+        before = count()
+        for number in range(20):
+            echo(arena)(x, ids)
+            arena.grow(plan_of(1, 40 + 4 * number))
+        assert count() == before and arena.generation == arena.window_allocations - 1 == 21
+
+
+def test_close_ends_every_generation() -> None:
+    """Old memory that a lease still keeps is closed with the arena, and its views are dead."""
+    with open_arena() as arena:
+        held = arena.acquire()
+        arena.grow(plan_of(1, 48))
+        segment = weakref.ref(arena._older[0].window._segments[0])
+    with pytest.raises(LeaseError, match="closed"):
+        _ = held.recv_tokens
+    gc.collect()
+    assert segment() is None
+
+
+def _leaves(rank: int, group: Any) -> str:
+    """Grow with a lease on the old memory; rank 1 leaves by an exception."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            with open_arena(group) as arena:
+                held = arena.acquire()
+                arena.grow(plan_of(2, 64))
+                if rank == 1:
+                    raise KeyError("rank 1")
+                with pytest.raises(PeerTimeoutError, match=r"rank(\(s\))? \[?1"):
+                    while True:
+                        arena.check()
+                assert arena.poisoned
+                held.release()
+    except KeyError:
+        return "left"
+    return "closed"
+
+
+def test_rank_that_leaves_a_grown_arena_is_named() -> None:
+    assert virtual(2, _leaves) == ["closed", "left"]
+
+
+def test_step_over_two_arenas_names_the_one_that_overflowed() -> None:
+    """Its own replays only, and the capacity of the arena that was too small."""
+    with open_arena() as first, open_arena(tight=False) as second:
+        x, ids = x_and_ids(first)
+        few = torch.where(torch.arange(TOKENS)[:, None] < FEW, ids, -1)
+
+        def step(x: Tensor, ids: Tensor) -> Tensor:
+            return echo(first)(x, ids) + echo(second)(x, ids)
+
+        captured = epbuf.CapturedStep.capture((first, second), step, (x, few), on_overflow="raise")
+        with torch.no_grad(), second.acquire(1) as lease:
+            epbuf.dispatch(lease, x, ids)
+        captured(x, ids)
+        assert float(captured.overflow) == 1
+        with pytest.raises(CapacityError, match=r"1 replay\(s\).*48 rows on a rank and recv_capacity_per_rank is 32:"):
+            captured(x, few)
+        assert_same(captured(x, few)[:FEW], x[:FEW] * 6, "y of the next replay")
+        captured.check()
+        assert_same(captured(x, ids).clone() * 0, x * 0, "y of an overflow that is run again")
+        assert_same(captured.rerun(), x * 6, "y of the run in arenas with room")
+        assert (first.generation, second.generation) == (1, 0)
+        captured.close()
 
 
 @pytest.mark.parametrize("call", ["grow", "growing", "save_capacity", "rerun", "report_table"])
