@@ -287,7 +287,8 @@ class _Combine(torch.autograd.Function):
             ctx.save_for_backward(ticket)
         else:
             ctx.save_for_backward(ticket, expert_out, _saved_weights(arena, lease, topk_weights))
-            ctx.weights_version = None if torch.compiler.is_compiling() else topk_weights._version
+            if ticket is not None and not torch.compiler.is_compiling():
+                ops.state_of(ticket)[1].weights_version = topk_weights._version
         ctx.set_materialize_grads(False)
         if out is not None:
             ctx.mark_dirty(out)
@@ -297,7 +298,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         arena: Generation = ctx.arena
-        ticket = ctx.saved_tensors[0]
+        ticket, *saved = ctx.saved_tensors  # once: a checkpoint that is not reentrant lets no tensor be unpacked twice
         _require_backward(arena)
         workspace = _backward_workspace(arena, ticket)
         moved = arena.moved_grads(workspace)
@@ -306,8 +307,8 @@ class _Combine(torch.autograd.Function):
         decoded = _token_rows(arena, ctx.num_rows) if decodes else None
         expert_out = weights = None
         if ctx.weighted:
-            expert_out, weights = ctx.saved_tensors[1:]
-            weights = _weights_of(arena, ticket, ctx.weights_version) if weights is None else weights
+            expert_out, weights = saved
+            weights = _weights_of(arena, ticket) if weights is None else weights
         dy = grad if grad is not None else _missing_gradient(arena, ticket)
         ops.COMBINE_BACKWARD(
             arena.order, moved.data, moved.scales, moved.row_scales, decoded, grad_weights, ticket, dy, expert_out,
@@ -442,9 +443,13 @@ def _saved_weights(arena: Generation, lease: Lease, weights: torch.Tensor) -> to
     return None if weights.data_ptr() == arena.address("recv_topk_weights", lease.frame) else weights
 
 
-def _weights_of(arena: Generation, ticket: torch.Tensor, version: int | None) -> torch.Tensor:
-    """Return the frame's weights, as they were in combine: they are not saved, so autograd cannot check them."""
-    weights = arena.region("recv_topk_weights", ops.state_of(ticket)[1].frame)
+def _weights_of(arena: Generation, ticket: torch.Tensor) -> torch.Tensor:
+    """Return the frame's weights, as they were in combine: they are not saved, so autograd cannot check them.
+
+    The ticket knows: with a checkpoint it is that of the second pass, whose dispatch has written them once more.
+    """
+    state = ops.state_of(ticket)[1]
+    weights, version = arena.region("recv_topk_weights", state.frame), state.weights_version
     if version is not None and weights._version != version:
         raise LeaseError(
             f"recv.topk_weights was modified by an in-place operation between combine (version {version}) and its "

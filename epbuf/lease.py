@@ -106,6 +106,7 @@ class Ticket:
     overflowed: tuple[int, int] | None = None  # (rank, rows) of the largest demand, when over capacity
     bad_id: tuple[int, int, int] | None = None  # (rank, token, value) of the first id >= E
     combined: bool = False
+    weights_version: int | None = None  # of recv_topk_weights at a weighted combine
     returned: bool = False  # its first dispatch backward has run
     control: torch.Tensor | None = None  # region control before the round, where the host reads what the round adds
 
