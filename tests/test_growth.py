@@ -19,6 +19,7 @@ from rounds import assert_round, assert_same, draw_inputs, expected, play_round
 from routings import base_config, named_case
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import epbuf
 from epbuf import _C, cli, growth
@@ -57,8 +58,9 @@ def open_arena(group: Any = None, tight: bool = True, **changes: Any) -> epbuf.A
 class Model(nn.Module):
     """Two MoE layers on two frames; `live` and `steer` decide how many rows each layer sends, and where."""
 
-    def __init__(self, arena: epbuf.Arena, rank: int) -> None:
+    def __init__(self, arena: epbuf.Arena, rank: int, checkpoints: bool | None = None) -> None:
         super().__init__()
+        self.checkpoints = checkpoints  # reentrant or not; None: no layer is run again in its backward
         generator = torch.Generator().manual_seed(rank)
         config = arena.plan.config
         self.routers = nn.ParameterList(torch.randn(HIDDEN, config.num_experts, generator=generator) for _ in range(2))
@@ -68,26 +70,34 @@ class Model(nn.Module):
         self.arena = [arena]
 
     def forward(self, x: Tensor, live: Tensor, steer: Tensor) -> Tensor:
-        for layer, (router, experts) in enumerate(zip(self.routers, self.experts, strict=True)):
-            weights, ids = torch.softmax(x @ router + steer[layer], dim=1).topk(TOPK, dim=1)
-            with self.arena[0].acquire(layer) as lease:
-                recv = epbuf.dispatch(lease, x, ids, weights, num_tokens=live[layer : layer + 1])
-                mask = recv.row_mask()[:, None]
-                expert = torch.searchsorted(recv.offs, torch.arange(len(mask)), right=True).clamp(max=len(experts) - 1)
-                rows = torch.bmm(torch.where(mask, recv.tokens, 0)[:, None], experts[expert])[:, 0].tanh()
-                x = x + epbuf.combine(lease, torch.where(mask, rows, 0), topk_weights=recv.topk_weights)
+        for layer in range(2):
+            if self.checkpoints is None:
+                x = self.layer(layer, x, live, steer)
+            else:
+                x = checkpoint(self.layer, layer, x, live, steer, use_reentrant=self.checkpoints)
         return x
+
+    def layer(self, layer: int, x: Tensor, live: Tensor, steer: Tensor) -> Tensor:
+        experts = self.experts[layer]
+        weights, ids = torch.softmax(x @ self.routers[layer] + steer[layer], dim=1).topk(TOPK, dim=1)
+        with self.arena[0].acquire(layer) as lease:
+            recv = epbuf.dispatch(lease, x, ids, weights, num_tokens=live[layer : layer + 1])
+            mask = recv.row_mask()[:, None]
+            expert = torch.searchsorted(recv.offs, torch.arange(len(mask)), right=True).clamp(max=len(experts) - 1)
+            rows = torch.bmm(torch.where(mask, recv.tokens, 0)[:, None], experts[expert])[:, 0].tanh()
+            return x + epbuf.combine(lease, torch.where(mask, rows, 0), topk_weights=recv.topk_weights)
 
 
 class Training:
     """A model, its fused optimiser, and the two steps that are captured."""
 
-    def __init__(self, arena: epbuf.Arena, rank: int) -> None:
-        self.arena, self.model = arena, Model(arena, rank)
+    def __init__(self, arena: epbuf.Arena, rank: int, checkpoints: bool | None = None) -> None:
+        self.arena, self.model = arena, Model(arena, rank, checkpoints)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
 
     def step(self, x: Tensor, target: Tensor, live: Tensor, steer: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=False)
+        x = x.clone().requires_grad_()  # what a reentrant checkpoint takes for a reason to run backward at all
         loss = (self.model(x, live, steer) - target).square().mean()
         loss.backward()
         self.optimizer.step()
@@ -186,6 +196,38 @@ def test_growth_between_the_layers_of_a_step_keeps_its_gradients(num_ranks: int,
     """A backward that goes from new memory into old is that of an arena with room from the start, to the bit."""
     wide = spread(num_ranks, _grown_in_mid_step, False)
     for found, want in zip(spread(num_ranks, _grown_in_mid_step, True), wide, strict=True):
+        for tensor, wanted in zip(found, want, strict=True):
+            assert_same(tensor, wanted, "loss or state")
+
+
+def _checkpointed(rank: int, group: Any, reentrant: bool, tight: bool, by_hand: bool) -> list[Tensor]:
+    """Train one step that overflows in layer 2, whose layers are checkpoints."""
+    hard = batch_of(rank, size_of(group), 1, hard=True)
+    with open_arena(group, tight) as arena:
+        training = Training(arena, rank, reentrant)
+        if by_hand:
+            with arena.growing():
+                if tight and not reentrant:
+                    message = raised(CheckpointError, lambda: training.step(*hard))
+                    assert "32" in message or "48" in message
+                    assert_same(training.state()[0], Training(arena, rank).state()[0], "weight of a step that failed")
+                return [training.step(*hard), *training.state()]
+        captured = training.capture(hard)
+        loss = captured(*hard)
+        if captured.overflow:
+            loss = captured.rerun()
+        captured.close()
+        return [loss.clone(), *training.state()]
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["rerun", "growing"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
+def test_growth_under_checkpoints(reentrant: bool, by_hand: bool) -> None:
+    """A re-run has room before it begins, so both passes see the same rows. A growth in mid-step is something that
+    torch's own check of a non-reentrant checkpoint refuses: the step fails, and works when it is run again.
+    """
+    wide = virtual(2, _checkpointed, reentrant, False, by_hand)
+    for found, want in zip(virtual(2, _checkpointed, reentrant, True, by_hand), wide, strict=True):
         for tensor, wanted in zip(found, want, strict=True):
             assert_same(tensor, wanted, "loss or state")
 
