@@ -529,6 +529,37 @@ def test_watched_dispatch_cannot_grow() -> None:
         assert_same(echo(arena)(x[:FEW], ids[:FEW]), x[:FEW] * 3, "y afterwards")
 
 
+def _encoded(rank: int, group: Any, rows: int | None, save_recv: bool) -> list[Tensor]:
+    """Run a round of mxfp8 rows both ways; the decoded rows below offs[-1], y and dx."""
+    config = base_config(
+        2, hidden=32, expert_alignment=4, recv_capacity_per_rank=rows, dispatch_payload="mxfp8",
+        combine_grad_payload="mxfp8", save_recv=save_recv,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS, 32, generator=generator).bfloat16().requires_grad_()
+    ids = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) % 4
+    with epbuf.Arena.open(epbuf.Plan.build(config), group) as arena:
+        with arena.growing(), arena.acquire() as lease:
+            recv = epbuf.dispatch(lease, x, ids)
+            decoded = torch.where(recv.row_mask()[:, None], recv.dequantize(), 0)
+            y = epbuf.combine(lease, decoded * 2)
+            found = [decoded[: int(recv.offs[-1])].detach().clone(), y.detach()]
+        assert arena.generation == int(rows is not None)
+        y.backward(torch.ones_like(y))
+        assert x.grad is not None
+        return [*found, x.grad]
+
+
+@pytest.mark.parametrize("save_recv", [True, False], ids=["in_frame", "in_workspace"])
+def test_encoded_rows_grow(save_recv: bool) -> None:
+    """Data and scales of the new memory are those of an arena with room from the start, wherever they lie."""
+    wide = virtual(2, _encoded, None, save_recv)
+    assert len(wide[0][0]) > 16
+    for found, want in zip(virtual(2, _encoded, 16, save_recv), wide, strict=True):
+        for tensor, wanted in zip(found, want, strict=True):
+            assert_same(tensor, wanted, "rows, y or dx")
+
+
 def test_dispatch_in_inference_mode_may_grow() -> None:
     """What is then made is fit for training: the memory's tensors are none of inference mode."""
     with open_arena() as arena:
