@@ -296,8 +296,10 @@ class CapturedStep:
                 for memory in memories
             )
             raise CapacityError(
-                f"{num_runs} replay(s) of the step captured at {self._graph.where} needed {peaks}: rows were dropped. "
-                "Run the last one again with step.rerun(), which grows the arena, or plan more, and capture again"
+                f"{num_runs} replay(s) of the step captured at {self._graph.where} needed {peaks}: rows were dropped, "
+                "and what the step updates has seen that. Plan more and capture again, or capture with "
+                'on_overflow="skip", which leaves the update out, and repeat the step with step.rerun(), which grows '
+                "the arena"
             )
 
 
