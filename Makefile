@@ -28,7 +28,7 @@ CLANG_FORMAT ?= clang-format
 PIP := $(PY) -m pip --disable-pip-version-check
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 NATIVE_SOURCES := csrc/CMakeLists.txt $(filter csrc/%,$(CXX_FILES))
-HOST_SOURCES := $(wildcard csrc/*.h csrc/host/* tests/native/*)
+HOST_SOURCES := $(wildcard csrc/*.h csrc/arena_map.cpp csrc/host/* tests/native/*)
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -91,7 +91,7 @@ sanitize: build/sanitize/thread build/sanitize/address,undefined
 build/sanitize/%: $(HOST_SOURCES)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -fsanitize=$* -fno-sanitize-recover=all -Icsrc \
-	  tests/native/*.cpp csrc/host/*.cpp -o $@ -pthread -lrt
+	  tests/native/*.cpp csrc/arena_map.cpp csrc/host/*.cpp -o $@ -pthread -lrt
 
 clean:
 	rm -rf build dist .venv/stamps .mypy_cache .ruff_cache .pytest_cache .hypothesis

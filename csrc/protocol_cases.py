@@ -37,6 +37,7 @@ from protocol_model import (
     explore,
     forward,
     lone_dispatch_backward,
+    recomputing_backward,
     refused_combine,
     refused_combine_backward,
     refused_dispatch_backward,
@@ -119,6 +120,19 @@ def layers(num_layers: int, step: int = 0, **options: bool) -> list[Use]:
     return [Use(frame=layer, tag=f"layer {layer} of step {step}", **options) for layer in range(num_layers)]
 
 
+def recomputing_step(step: int, num_layers: int = 2, **options: bool) -> Steps:
+    """Run the layers forward, then backward in reverse, with the received rows in the workspace they share."""
+    uses = layers(num_layers, step, recv_in_workspace=True, **options)
+    return [s for u in uses for s in forward(u)] + [s for u in reversed(uses) for s in recomputing_backward(u)]
+
+
+def interrupted_backward(u: Use, other: Use) -> Steps:
+    """Let another layer dispatch between the dispatch that brings rows back and the experts that read them."""
+    steps = recomputing_backward(u)
+    at = next(i for i, s in enumerate(steps) if "weight gradient" in str(s))
+    return [*steps[:at], *route(other), *dispatch(other), *steps[at:]]
+
+
 def training_step(step: int, num_layers: int = 2, **options: bool) -> Steps:
     """Run the layers forward, then backward in reverse."""
     uses = layers(num_layers, step, **options)
@@ -129,6 +143,7 @@ A, B, C = layers(3)
 A2, B2, _ = layers(3, step=1)
 ALIASED = {"recv_in_workspace": True, "alias": True}
 A_ALIASED = layers(1, **ALIASED)[0]
+A_IN_WORKSPACE, B_IN_WORKSPACE = layers(2, recv_in_workspace=True)
 OTHER_WORKSPACE = replace(A_ALIASED, workspace=1)
 ON_STREAM_1 = Use(frame=1, workspace=1, tag="other stream")
 SHARED_BY_STREAMS = Use(frame=1, workspace=0, tag="other stream")
@@ -221,6 +236,14 @@ SOUND: dict[str, Case] = {
     "delayed-weight-gradient": Case(
         "the weight gradient runs after dispatch backward, before the next claim of the workspace",
         every_rank(3, forward(A) + forward(B) + backward(B) + weight_gradient(B) + backward(A) + weight_gradient(A)),
+    ),
+    "recomputing-steps": Case(
+        "each backward dispatches once more into the workspace, and its weight gradient reads the rows there",
+        every_rank(2, recomputing_step(0) + recomputing_step(1)),
+    ),
+    "recomputing-steps-staged": Case(
+        "the same on three ranks with rows that the ops stage",
+        every_rank(3, recomputing_step(0, in_window=False)),
     ),
     "refused-route": Case("a refused route, then the same again", every_rank(3, refused_route(A) + forward(A))),
     "refused-route-without-workspace": Case(
@@ -399,6 +422,12 @@ BROKEN: dict[str, Case] = {
         ),
         "corrupt",
         "wants 'layer 1 of step 0 out', finds 'layer 0 of step 0 out'",
+    ),
+    "recompute-without-claim": Case(
+        "the next layer dispatches into the workspace before the weight gradient has read the rows that came back",
+        every_rank(2, forward(A_IN_WORKSPACE) + interrupted_backward(A_IN_WORKSPACE, B_IN_WORKSPACE)),
+        "corrupt",
+        "experts backward with its weight gradient",
     ),
     "workspace-without-claim": Case(
         "two streams use one workspace at once",

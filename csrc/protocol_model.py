@@ -360,6 +360,14 @@ def backward(u: Use) -> Steps:
     return combine_backward(u) + experts_backward(u) + dispatch_backward(u)
 
 
+def recomputing_backward(u: Use) -> Steps:
+    """Run backward with the received rows brought back by one more dispatch, for a weight gradient that reads them."""
+    reads = (u.recv, u.grad_expert_out)
+    writes = (u.grad_recv,) if u.in_window else ()
+    experts = Move("experts backward with its weight gradient", reads=reads, writes=writes, by_user=True)
+    return [*combine_backward(u), *route(u), *dispatch(u), experts, *dispatch_backward(u)]
+
+
 def announced(u: Use, *ops: Callable[[Use], Steps]) -> Steps:
     """Run ops that say in PROGRESS what they are; elsewhere it is left out, because no wait depends on it."""
     return [step for op in ops for step in (Announce(op.__name__, u.frame, u.workspace), *op(u))]

@@ -31,7 +31,7 @@ from epbuf.errors import (
 )
 from epbuf.growth import check_growth, grown_plan, save_capacity
 from epbuf.lease import Graph, Lease, LeaseBook, caller, refuse_while_recording
-from epbuf.plan import Plan, Region, describe_difference
+from epbuf.plan import Plan, RecvPolicy, Region, describe_difference
 from epbuf.report import report_tables
 from epbuf.windows import Window, nccl
 from epbuf.windows.group import AnyGroup, Group, TorchGroup, VirtualRank, as_group
@@ -65,6 +65,7 @@ class Generation:
         recv_payload, grad_payload: formats of dispatch and of combine's backward.
         num_scales, recv_scale_dtype: block scales of a dispatched row, without padding; None when it has none.
         recv_in_frame: whether recv_tokens lies in the frame, not in the forward workspace.
+        recomputes: whether combine's backward dispatches once more, to bring received rows back.
         routing_views, views: made once and kept as long as the arena; by frame, and of other regions by address.
         may_refuse_result: whether an eager dispatch may raise once its round is complete.
     """
@@ -117,6 +118,7 @@ class Generation:
         self.hidden, self.num_topk = config.hidden, config.num_topk
         self.max_tokens_per_rank, self.capacity_rows = config.max_tokens_per_rank, plan.capacity_rows
         self.row_strides = (config.hidden, 1)
+        self.recomputes = plan.recv_policy == "recompute"
         self.recv_in_frame = any(r.name == "recv_tokens" and r.lifetime == "frame" for r in plan.regions)
         self.recv_payload, self.grad_payload = config.dispatch_payload, config.combine_grad_payload
         self.num_scales = plan.num_scales
@@ -469,16 +471,22 @@ class Arena:
         """Number of the current generation: 0 after `open`, one more after each growth."""
         return self.memory.number
 
-    def acquire(self, frame: int | None = None) -> Lease:
+    def acquire(self, frame: int | None = None, *, recv_policy: RecvPolicy | None = None) -> Lease:
         """Take a frame: the lowest free one, or the one that `plan.schedule.frame(...)` names.
 
-        Every rank must take the same frame for the same dispatch.
+        Every rank must take the same frame for the same dispatch. `recv_policy` may name the plan's.
 
         Raises:
             LeaseError: the frame, or every frame, is in use; the arena is closed.
+            ConfigError: the plan was built with another recv_policy.
         """
         memory = self.memory
         memory.require_open("acquire()")
+        if recv_policy not in (None, memory.plan.recv_policy):
+            raise ConfigError(
+                f"acquire(recv_policy={recv_policy!r}): the plan was built with {memory.plan.recv_policy!r}, which "
+                "sizes its regions; give Plan.build the policy that the layers use"
+            )
         if frame is not None and type(frame) is not int:
             raise LeaseError(
                 f"acquire(frame=...) takes an int, found {type(frame).__name__}; schedule.frame(layer, microbatch) "

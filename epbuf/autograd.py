@@ -133,6 +133,11 @@ def dispatch(
         PeerTimeoutError: a rank did not arrive.
     """
     arena = _arena(lease)
+    if arena.recomputes and torch.compiler.is_compiling():
+        raise ConfigError(
+            'recv_policy="recompute" inside torch.compile: compiled code would read the rows of the first dispatch; '
+            "call the layer outside the compiled function, or compile the experts alone"
+        )
     scales, row_scales = x_scales if isinstance(x_scales, tuple) and len(x_scales) == 2 else (x_scales, None)
     if not are_placed(arena, (x, topk_idx), (topk_weights, scales, row_scales, num_tokens)):
         needed = {"x": x, "topk_idx": topk_idx}
@@ -149,6 +154,9 @@ def dispatch(
         carrier, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
     arena, frame = _arena(lease), lease.frame  # others than before, if the arena has grown
     lease.ticket, lease.num_tokens = ticket, x.shape[0]
+    if arena.recomputes:
+        parts = (x, topk_idx, topk_weights, sent.x_scales, row_scales, num_tokens)
+        lease.sent = tuple(None if part is None else part.detach() for part in parts)
     tokens, recv_scales, recv_row_scales = _received_views(arena, frame, carrier)
     offs, per_expert, valid_per_expert, total, overflow = _routing_views(arena, frame)
     return Received(
@@ -284,10 +292,12 @@ class _Combine(torch.autograd.Function):
         ctx.arena, ctx.num_rows, ctx.weighted = arena, expert_out.shape[0], topk_weights is not None
         ctx.frame, ctx.raw_grad = lease.frame, raw_grad
         if topk_weights is None:
-            ctx.save_for_backward(ticket)
+            ctx.save_for_backward(ticket, None, None, *lease.sent)
         else:
-            ctx.save_for_backward(ticket, expert_out, _saved_weights(arena, lease, topk_weights))
-            if ticket is not None and not torch.compiler.is_compiling():
+            ctx.save_for_backward(ticket, expert_out, _saved_weights(arena, lease, topk_weights), *lease.sent)
+            if (
+                ticket is not None and not torch.compiler.is_compiling()
+            ):  # a checkpoint's second pass has its own ticket
                 ops.state_of(ticket)[1].weights_version = topk_weights._version
         ctx.set_materialize_grads(False)
         if out is not None:
@@ -298,26 +308,28 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         arena: Generation = ctx.arena
-        ticket, *saved = ctx.saved_tensors  # once: a checkpoint that is not reentrant lets no tensor be unpacked twice
+        ticket, expert_out, weights, *sent = ctx.saved_tensors  # once: a checkpoint unpacks them once
         _require_backward(arena)
         workspace = _backward_workspace(arena, ticket)
         moved = arena.moved_grads(workspace)
         grad_weights = arena.region("grad_recv_topk_weights", workspace) if ctx.weighted else None
         decodes = arena.grad_payload.format != "same" and not ctx.raw_grad
         decoded = _token_rows(arena, ctx.num_rows) if decodes else None
-        expert_out = weights = None
-        if ctx.weighted:
-            expert_out, weights = saved
-            weights = _weights_of(arena, ticket) if weights is None else weights
+        if ctx.weighted and weights is None:
+            weights = _weights_of(arena, ticket)
         dy = grad if grad is not None else _missing_gradient(arena, ticket)
         ops.COMBINE_BACKWARD(
             arena.order, moved.data, moved.scales, moved.row_scales, decoded, grad_weights, ticket, dy, expert_out,
             weights,
         )  # fmt: skip
+        if arena.recomputes:
+            filled = arena.received(0 if torch.compiler.is_compiling() else ops.state_of(ticket)[1].workspace)
+            ops.REDISPATCH(arena.order, filled.data, filled.scales, filled.row_scales, ticket, *sent)
         if grad_weights is not None:
             grad_weights = _first_rows(arena, ticket, grad_weights, ctx.num_rows)
         if ctx.raw_grad:
-            return arena.grad_carrier(ctx.frame, workspace, ctx.num_rows), grad_weights, None, None, None
+            frame = ctx.frame if torch.compiler.is_compiling() else ops.state_of(ticket)[1].frame
+            return arena.grad_carrier(frame, workspace, ctx.num_rows), grad_weights, None, None, None
         rows = _first_rows(arena, ticket, moved.data, ctx.num_rows) if decoded is None else decoded
         return rows, grad_weights, None, None, None
 
@@ -444,10 +456,7 @@ def _saved_weights(arena: Generation, lease: Lease, weights: torch.Tensor) -> to
 
 
 def _weights_of(arena: Generation, ticket: torch.Tensor) -> torch.Tensor:
-    """Return the frame's weights, as they were in combine: they are not saved, so autograd cannot check them.
-
-    The ticket knows: with a checkpoint it is that of the second pass, whose dispatch has written them once more.
-    """
+    """Return the frame's weights, as they were in combine: they are not saved, so autograd cannot check them."""
     state = ops.state_of(ticket)[1]
     weights, version = arena.region("recv_topk_weights", state.frame), state.weights_version
     if version is not None and weights._version != version:

@@ -28,7 +28,7 @@ _MAY_CHANGE = {
 
 def grown_plan(plan: Plan, num_rows: int) -> Plan:
     """Return the plan with room for `num_rows` rows a rank, rounded up to the alignment, and all else as it was."""
-    return Plan.build(with_capacity(plan.config, num_rows), plan.schedule)
+    return Plan.build(with_capacity(plan.config, num_rows), plan.schedule, recv_policy=plan.recv_policy)
 
 
 def with_capacity(config: EpConfig, num_rows: int) -> EpConfig:
@@ -43,8 +43,8 @@ def check_growth(old: Plan, new: Plan) -> None:
     Raises:
         ConfigError: it is for other ranks, experts or rows, has less of something, or is the same plan.
     """
-    for field in EpConfig.model_fields:
-        found, asked = getattr(old.config, field), getattr(new.config, field)
+    facts = {field: (getattr(old.config, field), getattr(new.config, field)) for field in EpConfig.model_fields}
+    for field, (found, asked) in {**facts, "recv_policy": (old.recv_policy, new.recv_policy)}.items():
         if field not in _MAY_CHANGE and found != asked:
             raise ConfigError(
                 f"grow() keeps {field}: the arena has {field}={found!r} and the new plan {asked!r}. Build it from the "

@@ -106,8 +106,10 @@ class Ticket:
     overflowed: tuple[int, int] | None = None  # (rank, rows) of the largest demand, when over capacity
     bad_id: tuple[int, int, int] | None = None  # (rank, token, value) of the first id >= E
     combined: bool = False
-    weights_version: int | None = None  # of recv_topk_weights at a weighted combine
     returned: bool = False  # its first dispatch backward has run
+    workspace: int = -1  # the forward workspace of the dispatch
+    weights_version: int | None = None  # of recv_topk_weights when combine read it
+    versions: tuple[int, ...] = ()  # of the regions that it filled, where they are filled again for the backward
     control: torch.Tensor | None = None  # region control before the round, where the host reads what the round adds
 
 
@@ -543,6 +545,7 @@ class Lease:
         self.token = _make_token(book, self.frame, self.serial)
         self.ticket: torch.Tensor | None = None
         self.num_tokens = 0
+        self.sent: tuple[torch.Tensor | None, ...] = ()  # what a dispatch in combine's backward sends again
         self.released = False
 
     def release(self) -> None:

@@ -50,6 +50,9 @@ _SCHEMAS = (
     "combine_backward(Tensor(a!) order, Tensor(b!) grad_expert_out, Tensor(c!)? grad_scales, "
     "Tensor(d!)? grad_row_scales, Tensor(e!)? grad_rows, Tensor(f!)? grad_topk_weights, Tensor ticket, Tensor grad, "
     "Tensor? expert_out, Tensor? topk_weights) -> ()",
+    "redispatch(Tensor(a!) order, Tensor(b!) recv_tokens, Tensor(c!)? recv_scales, Tensor(d!)? recv_row_scales, "
+    "Tensor ticket, Tensor x, Tensor topk_idx, Tensor? topk_weights, Tensor? x_scales, Tensor? x_row_scales, "
+    "Tensor? num_tokens) -> ()",
     "dispatch_backward(Tensor(a!) order, Tensor(b!)? grad_x, Tensor(c!)? grad_topk_weights, Tensor ticket, "
     "Tensor? grad_tokens, Tensor? grad_recv_weights) -> ()",
     "decode(Tensor(a!) out, Tensor ticket, Tensor tokens, Tensor? scales, Tensor? row_scales) -> ()",
@@ -141,6 +144,7 @@ def dispatch(
 
     attempt.run(check)
     increment_version((*filled.regions, recv_topk_weights))
+    _remember_versions(arena, state, filled)
     sent = Tokens(x, x, topk_weights, x_scales, x_row_scales, None)
     _push(arena, state, Place(frame, workspace), sent, attempt)
 
@@ -190,6 +194,7 @@ def route_and_dispatch(lease: Lease, tokens: Tokens) -> tuple[Encoded, torch.Ten
     filled = arena.received(frame if arena.recv_in_frame else place.workspace)
     recv_topk_weights = arena.region("recv_topk_weights", frame)
     increment_version((*filled.regions, recv_topk_weights))
+    _remember_versions(arena, state, filled)
     _push(arena, state, place, tokens, Attempt())
     return filled, recv_topk_weights, ticket
 
@@ -244,7 +249,7 @@ def _route(
         _settle(arena, outcome, attempt, "dispatch")
     increment_version(regions)
     ticket = book.open_ticket(frame, lease, x.shape[0], arena.capacity_rows, graph)
-    ticket.control = control
+    ticket.control, ticket.workspace = control, place.workspace
     _remember(ticket, outcome)
     book.note_overflow(frame, regions[2])
     return ticket, place
@@ -341,6 +346,48 @@ def combine_backward(
     increment_version(moved.regions)
 
 
+def redispatch(
+    order: torch.Tensor, recv_tokens: torch.Tensor, recv_scales: torch.Tensor | None,
+    recv_row_scales: torch.Tensor | None, ticket: torch.Tensor, x: torch.Tensor, topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None, x_scales: torch.Tensor | None, x_row_scales: torch.Tensor | None,
+    num_tokens: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Dispatch the same tokens once more, into the workspace that their rows came from, for the experts' backward.
+
+    The frame keeps that workspace until dispatch's backward. Slots, zones and weights come out as they were, and the
+    regions get the version back that autograd has saved.
+
+    Raises:
+        LeaseError: another frame has the workspace.
+    """
+    arena, state = state_of(ticket)
+    arena.raise_pending()
+    frame, attempt, place = state.frame, Attempt(), Place(state.frame, -1)
+    filled = Encoded(recv_tokens, recv_scales, recv_row_scales)
+    sent = Tokens(x, topk_idx, topk_weights, x_scales, x_row_scales, num_tokens)
+
+    def check() -> None:
+        names, index = ("recv_tokens", "recv_scales", "recv_row_scales"), state.workspace
+        _expect_encoded(arena, filled, arena.received(index), names, index)
+        place.workspace = _claim(arena, frame, "forward", index)
+
+    place.refusal = attempt.run(check)
+    arena.book.touch(frame, state.recorded_in)
+    outcome = arena.engine.route(place, topk_idx, num_tokens)
+    if outcome.status != _OK or attempt.error is not None:
+        arena.book.end_workspace(frame, "forward")
+        _settle(arena, outcome, attempt, "combine backward")
+    rows = Encoded(x, x_scales, x_row_scales) if is_encoded(arena, sent) else x
+    outcome = arena.engine.dispatch(place, rows, topk_weights)
+    torch._C._autograd._unsafe_set_version_counter(filled.regions, state.versions)
+    _settle(arena, outcome, attempt, "combine backward")
+
+
+def _remember_versions(arena: Generation, state: Ticket, filled: Encoded) -> None:
+    if arena.recomputes:
+        state.versions = tuple(region._version for region in filled.regions)
+
+
 def dispatch_backward(
     order: torch.Tensor, grad_x: torch.Tensor | None, grad_topk_weights: torch.Tensor | None, ticket: torch.Tensor,
     grad_tokens: torch.Tensor | None, grad_recv_weights: torch.Tensor | None,
@@ -371,6 +418,8 @@ def dispatch_backward(
         num_tokens=state.num_tokens, begins_use=begins_use, clears_open=not state.returned,
     )  # fmt: skip
     book.end_workspace(state.frame, "backward")
+    if arena.recomputes:
+        book.end_workspace(state.frame, "forward")
     _settle(arena, outcome, attempt, "dispatch backward")
     increment_version((arena.region("grad_recv_tokens", workspace), arena.region("grad_recv_topk_weights", workspace)))
     state.returned = True
@@ -534,7 +583,8 @@ def _fake_nothing(*_: object) -> None:
 
 
 def _register() -> None:
-    kernels = {f.__name__: f for f in (route, dispatch, combine, combine_backward, dispatch_backward, decode)}
+    ops = (route, dispatch, combine, combine_backward, redispatch, dispatch_backward, decode)
+    kernels = {op.__name__: op for op in ops}
     for schema in _SCHEMAS:
         name = schema.split("(")[0]
         _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
@@ -550,4 +600,5 @@ DISPATCH: torch._ops.OpOverload = torch.ops.epbuf.dispatch.default
 COMBINE: torch._ops.OpOverload = torch.ops.epbuf.combine.default
 COMBINE_BACKWARD: torch._ops.OpOverload = torch.ops.epbuf.combine_backward.default
 DECODE: torch._ops.OpOverload = torch.ops.epbuf.decode.default
+REDISPATCH: torch._ops.OpOverload = torch.ops.epbuf.redispatch.default
 DISPATCH_BACKWARD: torch._ops.OpOverload = torch.ops.epbuf.dispatch_backward.default

@@ -21,6 +21,7 @@ from epbuf.memory_map import Band, Extent, draw_svg, human_bytes
 from epbuf.schedule import Schedule
 
 Lifetime = Literal["arena", "frame", "forward", "backward"]
+RecvPolicy = Literal["keep", "stash", "recompute"]
 
 ALIGNMENT_BYTES = 256
 """Every region starts at a multiple of this: what TMA, cuBLAS scale tiles and 128-byte sectors ask for, and more."""
@@ -113,6 +114,7 @@ class Plan:
         capacity_rows: C, rows that a rank can receive.
         regions: all regions, in the order of the window: arena, frames, forward workspaces, backward workspaces.
         total_bytes: size of the window.
+        recv_policy: what becomes of received rows until the experts' backward: "keep" or "recompute".
         fingerprint: hex SHA-256 of config, schedule and regions; equal on every rank, machine and Python version.
     """
 
@@ -121,21 +123,32 @@ class Plan:
     capacity_rows: int
     regions: tuple[Region, ...] = field(repr=False)
     total_bytes: int
+    recv_policy: RecvPolicy = "keep"
 
     @staticmethod
-    def build(config: EpConfig, schedule: Schedule | None = None) -> Plan:
-        """Compute the plan. No torch, no GPU, no memory. `schedule` defaults to `Schedule.sequential(1)`.
+    def build(
+        config: EpConfig, schedule: Schedule | None = None, *, recv_policy: RecvPolicy | Sequence[RecvPolicy] = "keep"
+    ) -> Plan:  # fmt: skip
+        """Compute the plan. No torch, no GPU, no memory.
+
+        Args:
+            config: sizes and formats.
+            schedule: `Schedule.sequential(1)` by default.
+            recv_policy: what becomes of received rows between combine and the experts' backward: "keep" them in the
+                frame, or "recompute" them into a workspace, by one more dispatch inside combine's backward. One word,
+                or the same word for each layer.
 
         Raises:
             ConfigError: the config asks for a plan that this version has no code for, or that rows cannot index.
         """
         schedule = schedule or Schedule.sequential(1)
-        _check_save_recv(config)
+        policy = _single_policy(recv_policy)
+        _check_policy(config, policy)
         capacity_rows = _capacity_rows(config)
-        regions = tuple(_place_all(config, schedule, capacity_rows))
+        regions = tuple(_place_all(config, schedule, capacity_rows, config.save_recv and policy == "keep"))
         _check_disjoint(regions, config.alias)
         total_bytes = round_up(max(region.end for region in regions), ALIGNMENT_BYTES)
-        return Plan(config, schedule, capacity_rows, regions, total_bytes)
+        return Plan(config, schedule, capacity_rows, regions, total_bytes, policy)
 
     @property
     def num_local_experts(self) -> int:
@@ -297,6 +310,7 @@ class Plan:
             "schedule": {**schedule, **counts},
             "capacity_rows": self.capacity_rows,
             "total_bytes": self.total_bytes,
+            "recv_policy": self.recv_policy,
             "regions": [_as_json(region) for region in self.regions],
         }
 
@@ -382,12 +396,30 @@ def _capacity_rows(config: EpConfig) -> int:
     return capacity
 
 
-def _check_save_recv(config: EpConfig) -> None:
-    if not config.save_recv and config.dispatch_payload.format == "same" and not config.inference_only:
+def _single_policy(words: RecvPolicy | Sequence[RecvPolicy]) -> RecvPolicy:
+    given = [words] if isinstance(words, str) else list(words)
+    unknown = [word for word in given if word not in ("keep", "stash", "recompute")]
+    if unknown or not given:
+        raise ConfigError(f"recv_policy takes 'keep' or 'recompute', or one of them per layer, found {words!r}")
+    if "stash" in given or len(set(given)) > 1:
         raise ConfigError(
-            "save_recv=False with dispatch_payload='same' loses the rows that the experts' weight gradient reads, and "
-            "this version can neither stash nor recompute them; use save_recv=True, a quantised payload, or "
-            "inference_only=True"
+            f"recv_policy={words!r}: this version has no code for 'stash', nor for layers that differ; use 'keep' or "
+            "'recompute' for all layers"
+        )
+    return given[0]
+
+
+def _check_policy(config: EpConfig, policy: RecvPolicy) -> None:
+    if config.inference_only and policy != "keep":
+        raise ConfigError(
+            f"recv_policy={policy!r} brings rows back for a backward, and inference_only=True plans none; leave it "
+            "out, and use save_recv=False to keep rows in the workspace"
+        )
+    needs_rows = config.dispatch_payload.format == "same" and not config.inference_only
+    if not config.save_recv and needs_rows and policy == "keep":
+        raise ConfigError(
+            "save_recv=False with dispatch_payload='same' loses the rows that the experts' weight gradient reads; use "
+            "save_recv=True, a quantised payload, inference_only=True, or Plan.build(..., recv_policy='recompute')"
         )
 
 
@@ -429,7 +461,7 @@ def _recv_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
     return _payload_needs(config.dispatch_payload, config, capacity_rows, "recv_", "recv_tokens")
 
 
-def _frame_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
+def _frame_needs(config: EpConfig, capacity_rows: int, holds_rows: bool) -> list[_Need]:
     num_local_experts = config.num_local_experts
     needs = [
         _Need("count_cells", (config.num_ranks, config.num_experts + COUNT_HEADER_CELLS), "int64"),
@@ -440,10 +472,10 @@ def _frame_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
         _Need("overflow", (1,), "float32"),
         _Need("recv_topk_weights", (capacity_rows,), "float32"),
     ]
-    return needs + (_recv_needs(config, capacity_rows) if config.save_recv else [])
+    return needs + (_recv_needs(config, capacity_rows) if holds_rows else [])
 
 
-def _forward_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
+def _forward_needs(config: EpConfig, capacity_rows: int, holds_rows: bool) -> list[_Need]:
     num_chunks = -(-config.max_tokens_per_rank // ROUTE_CHUNK_TOKENS)
     needs = [
         _cells("ready_cells", config),
@@ -451,7 +483,7 @@ def _forward_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
         _Need("route_base", (config.num_experts,), "int64"),
         _Need("route_scratch", (num_chunks, config.num_experts), "int32"),
     ]
-    if not config.save_recv:
+    if holds_rows:
         needs += _recv_needs(config, capacity_rows)
     return [*needs, _token_rows("expert_out", config, capacity_rows)]
 
@@ -467,13 +499,13 @@ def _backward_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
     ]
 
 
-def _place_all(config: EpConfig, schedule: Schedule, capacity_rows: int) -> Iterator[Region]:
+def _place_all(config: EpConfig, schedule: Schedule, capacity_rows: int, recv_in_frame: bool) -> Iterator[Region]:
     """Yield all regions, one set after the other."""
     num_backward = 0 if config.inference_only else schedule.num_workspaces
     sets: list[tuple[Lifetime, int, list[_Need]]] = [
         ("arena", 1, _arena_needs(config, schedule)),
-        ("frame", schedule.num_frames, _frame_needs(config, capacity_rows)),
-        ("forward", schedule.num_workspaces, _forward_needs(config, capacity_rows)),
+        ("frame", schedule.num_frames, _frame_needs(config, capacity_rows, recv_in_frame)),
+        ("forward", schedule.num_workspaces, _forward_needs(config, capacity_rows, not recv_in_frame)),
         ("backward", num_backward, _backward_needs(config, capacity_rows)),
     ]
     start = 0
@@ -527,7 +559,8 @@ def _describe(plan: Plan) -> list[str]:
     payloads = f"dispatch {_payload_word(config.dispatch_payload)}"
     if not config.inference_only:
         payloads += f", combine backward {_payload_word(config.combine_grad_payload)}"
-    return [f"{sizes} {rows}", f"{capacity}; {payloads}", str(plan.schedule)]
+    policy = "" if plan.recv_policy == "keep" else f", received rows: {plan.recv_policy}"
+    return [f"{sizes} {rows}", f"{capacity}; {payloads}", f"{plan.schedule}{policy}"]
 
 
 def _capacity_source(config: EpConfig) -> str:

@@ -43,11 +43,13 @@ def tight_rows(num_ranks: int) -> int:
     return -(-(num_ranks * FEW * TOPK + 4 * 3) // 4) * 4
 
 
-def plan_of(num_ranks: int, rows: int | None = None, num_frames: int = 2, **changes: Any) -> epbuf.Plan:
+def plan_of(
+    num_ranks: int, rows: int | None = None, num_frames: int = 2, recv_policy: Any = "keep", **changes: Any
+) -> epbuf.Plan:
     config = base_config(
         num_ranks, token_dtype="fp32", expert_alignment=4, **{"recv_capacity_per_rank": rows} | changes
     )
-    return epbuf.Plan.build(config, schedule=epbuf.Schedule(num_frames))
+    return epbuf.Plan.build(config, schedule=epbuf.Schedule(num_frames), recv_policy=recv_policy)
 
 
 def open_arena(group: Any = None, tight: bool = True, **changes: Any) -> epbuf.Arena:
@@ -179,10 +181,10 @@ def test_overflow_is_flagged_skipped_rerun_grown_and_recaptured(num_ranks: int, 
             assert_same(tensor, wanted, f"state of rank {rank}")
 
 
-def _grown_in_mid_step(rank: int, group: Any, tight: bool) -> list[Tensor]:
+def _grown_in_mid_step(rank: int, group: Any, tight: bool, policy: str = "keep") -> list[Tensor]:
     """Train eagerly: layer 1 in one generation and layer 2 in the next, and both backwards after that."""
     num_ranks = size_of(group)
-    with open_arena(group, tight) as arena:
+    with open_arena(group, tight, recv_policy=policy) as arena:
         training = Training(arena, rank)
         with arena.growing():
             losses = [training.step(*batch_of(rank, num_ranks, number, hard=number == 1)) for number in range(3)]
@@ -196,6 +198,14 @@ def test_growth_between_the_layers_of_a_step_keeps_its_gradients(num_ranks: int,
     """A backward that goes from new memory into old is that of an arena with room from the start, to the bit."""
     wide = spread(num_ranks, _grown_in_mid_step, False)
     for found, want in zip(spread(num_ranks, _grown_in_mid_step, True), wide, strict=True):
+        for tensor, wanted in zip(found, want, strict=True):
+            assert_same(tensor, wanted, "loss or state")
+
+
+def test_rows_that_are_dispatched_again_come_from_the_memory_they_were_in() -> None:
+    """A backward that recomputes received rows does it in old memory for one layer and in new for the next."""
+    wide = virtual(2, _grown_in_mid_step, False)
+    for found, want in zip(virtual(2, _grown_in_mid_step, True, "recompute"), wide, strict=True):
         for tensor, wanted in zip(found, want, strict=True):
             assert_same(tensor, wanted, "loss or state")
 
@@ -422,6 +432,11 @@ def test_failed_growth_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(plan_of(1, 48, num_topk=2), r"num_topk=3 .*plan 2", id="topk"),
         pytest.param(plan_of(1, 48, hidden=32), r"hidden=16 .*plan 32", id="hidden"),
         pytest.param(plan_of(1, 48, save_recv=False, inference_only=True), r"save_recv=True .*plan False", id="save"),
+        pytest.param(
+            plan_of(1, 48, recv_policy="recompute"),
+            r"recv_policy='keep' .*plan 'recompute'",
+            id="recv_policy",
+        ),
         pytest.param(plan_of(1, 28), r"recv_capacity_per_rank=32 .*plan 28", id="capacity"),
         pytest.param(plan_of(1, 48, num_frames=1), r"num_frames=2 .*plan 1", id="frames"),
         pytest.param(plan_of(1, 48, max_tokens_per_rank=8), r"max_tokens_per_rank=12 .*plan 8", id="tokens"),

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "../arena_map.h"
 #include "../check.h"
 #include "../layout.h"
 #include "kernels.h"
@@ -12,25 +13,19 @@
 namespace epbuf::cuda {
 
 // A rank's sizes, offsets and addresses, all checked.
-class CudaContext {
+class CudaContext : public ArenaMap {
  public:
   CudaContext(const Geometry& geometry, const ArenaOffsets& arena, std::vector<FrameOffsets> frames,
               std::vector<ForwardOffsets> forwards, std::vector<BackwardOffsets> backwards,
               const std::vector<std::uint64_t>& peers, int device);
 
-  const Geometry& geometry() const { return geometry_; }
   DeviceWords& words() { return words_; }
   const DeviceWords& words() const { return words_; }
   int device() const { return device_; }
 
-  const FrameOffsets& frame(std::int32_t index) const;
-  const ForwardOffsets& forward(std::int32_t index) const;
-  const BackwardOffsets& backward(std::int32_t index) const;
-  void check_num_tokens(std::int32_t num_tokens) const;
-
   std::uint64_t own(std::int64_t offset) const { return window_ + static_cast<std::uint64_t>(offset); }
-  std::uint64_t control() const { return own(arena_.control); }
-  std::uint64_t progress_cells() const { return own(arena_.progress_cells); }
+  std::uint64_t control() const { return own(arena().control); }
+  std::uint64_t progress_cells() const { return own(arena().progress_cells); }
   std::uint64_t frame_counters(std::int32_t frame) const;
   std::uint64_t forward_use(std::int32_t workspace) const;
   std::uint64_t backward_use(std::int32_t workspace) const;
@@ -49,15 +44,10 @@ class CudaContext {
   }
 
   Target target(std::uint64_t stream) const;
-  TokenDtype dtype() const { return static_cast<TokenDtype>(geometry_.token_dtype); }
+  TokenDtype dtype() const { return static_cast<TokenDtype>(geometry().token_dtype); }
   std::int64_t max_padding_rows() const;
 
  private:
-  Geometry geometry_;
-  ArenaOffsets arena_;
-  std::vector<FrameOffsets> frames_;
-  std::vector<ForwardOffsets> forwards_;
-  std::vector<BackwardOffsets> backwards_;
   int device_;
   std::uint64_t window_;  // this rank's
   std::uint32_t num_sms_;

@@ -114,32 +114,6 @@ SignalKernel backward_signal(const CudaContext& context, const KernelCall& call,
   return k;
 }
 
-// Where pushed rows land in every window; -1 where nothing of the kind travels.
-struct PushTarget {
-  const RowFormat& format;
-  std::int64_t rows, scales, row_scales, weights;
-};
-
-bool is_quantised(const RowFormat& format) { return format.format != kSame && format.format != kRaw; }
-
-// recv_tokens lie in the frame or, with save_recv=False, in the forward workspace.
-PushTarget forward_target(const CudaContext& context, const DispatchCall& call) {
-  const FrameOffsets& frame = context.frame(call.frame);
-  const RowFormat& format = context.geometry().recv;
-  const auto target = [&](const auto& set) {
-    return PushTarget{format, set.recv_tokens, format.scale_row_bytes > 0 ? set.recv_scales : -1,
-                      format.format == kNvfp4 ? set.recv_row_scales : -1, frame.recv_topk_weights};
-  };
-  return frame.recv_tokens >= 0 ? target(frame) : target(context.forward(call.workspace));
-}
-
-PushTarget backward_target(const CudaContext& context, const DispatchCall& call) {
-  const BackwardOffsets& workspace = context.backward(call.workspace);
-  const RowFormat& format = context.geometry().grad;
-  return {format, workspace.grad_expert_out, format.scale_row_bytes > 0 ? workspace.grad_expert_out_scales : -1,
-          format.format == kNvfp4 ? workspace.grad_expert_out_row_scales : -1, -1};
-}
-
 void push(const CudaContext& context, const KernelCall& kernel_call, const DispatchCall& call,
           const PushTarget& target) {
   const Geometry& g = context.geometry();
@@ -155,7 +129,7 @@ void push(const CudaContext& context, const KernelCall& kernel_call, const Dispa
   k.valid = context.own(frame.counts) + sizeof(std::int64_t) * static_cast<std::uint64_t>(g.num_local_experts);
   k.rows_region = target.rows;
   k.weights_region = target.weights;
-  k.row_bytes = target.format.format == kSame ? g.token_row_bytes : target.format.row_bytes;
+  k.row_bytes = context.row_bytes(target.format);
   k.num_tokens = call.num_tokens;
   k.num_topk = g.num_topk;
   k.num_local_experts = g.num_local_experts;
@@ -209,24 +183,6 @@ void pull(const CudaContext& context, const KernelCall& kernel_call, const Combi
   launch_pull(k, context.dtype(), context.target(call.stream));
 }
 
-void check_rows(const CudaContext& context, const DispatchCall& call, const RowFormat& format) {
-  context.frame(call.frame);
-  if (call.refusal != kRefusalNone) return;
-  context.check_num_tokens(call.num_tokens);
-  EPBUF_CHECK(call.scales == 0 || format.scale_row_bytes > 0, "scales were given, and format ", format.format,
-              " has none");
-  EPBUF_CHECK(call.row_scales == 0 || format.format == kNvfp4, "row scales were given, and format ", format.format,
-              " has none");
-}
-
-void check_sources(const CudaContext& context, const CombineCall& call) {
-  context.frame(call.frame);
-  if (call.refusal != kRefusalNone) return;
-  context.check_num_tokens(call.num_tokens);
-  EPBUF_CHECK(call.rows_source <= kSourceZero && call.weights_source <= kSourceZero, "rows_source is ",
-              call.rows_source, ", weights_source is ", call.weights_source);
-}
-
 }  // namespace
 
 // Phases: publish COUNT; await it, lay the zones and slots; when refused, await ARRIVED.
@@ -246,12 +202,12 @@ void issue_route(const CudaContext& context, const RouteCall& call, Phases phase
 
 // Phases: push, publish ARRIVED; await it. ARRIVED carries the refusal of a rank that found its rows unusable only now.
 void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases phases) {
-  check_rows(context, call, context.geometry().recv);
+  context.check_rows(call, context.geometry().recv);
   const FrameOffsets& frame = context.frame(call.frame);
   const KernelCall kernel_call = context.kernel_call(kOpDispatch, call);
   SignalKernel arrived = signal(context, kernel_call, kPhaseArrived, frame.arrived_cells);
   arrived.epoch = arrived.frame_counters + offsetof(FrameCounters, round);
-  if ((phases & 1) && call.refusal == kRefusalNone) push(context, kernel_call, call, forward_target(context, call));
+  if ((phases & 1) && call.refusal == kRefusalNone) push(context, kernel_call, call, context.forward_target(call));
   launch_steps(context, arrived,
                steps_of(phases, kSignalBegin | kSignalPublish, kSignalAwait | kSignalJudge | kSignalSetOpen),
                call.stream);
@@ -259,7 +215,7 @@ void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases
 
 // Phases: stage, publish READY; await it, pull, publish ACK; when refused, await ACK.
 void issue_combine(const CudaContext& context, const CombineCall& call, Phases phases) {
-  check_sources(context, call);
+  context.check_sources(call);
   const ForwardOffsets& forward = context.forward(call.workspace);
   const KernelCall kernel_call = context.kernel_call(kOpCombine, call);
   SignalKernel ready = signal(context, kernel_call, kPhaseReady, forward.ready_cells);
@@ -275,7 +231,7 @@ void issue_combine(const CudaContext& context, const CombineCall& call, Phases p
 
 // Phases: await ACK, publish GO; await it, push, publish ARRIVED; await it.
 void issue_combine_backward(const CudaContext& context, const DispatchCall& call, Phases phases) {
-  check_rows(context, call, context.geometry().grad);
+  context.check_rows(call, context.geometry().grad);
   const BackwardOffsets& backward = context.backward(call.workspace);
   const KernelCall kernel_call = context.kernel_call(kOpCombineBackward, call);
   const SignalKernel go = backward_signal(context, kernel_call, kPhaseGo, backward.go_cells);
@@ -284,7 +240,7 @@ void issue_combine_backward(const CudaContext& context, const DispatchCall& call
                steps_of(phases, kSignalBegin | kSignalAwaitAck | kSignalAdvance | kSignalPublish,
                         kSignalAwait | kSignalJudge | note_open),
                call.stream);
-  if ((phases & 2) && call.refusal == kRefusalNone) push(context, kernel_call, call, backward_target(context, call));
+  if ((phases & 2) && call.refusal == kRefusalNone) push(context, kernel_call, call, context.backward_target(call));
   launch_steps(context, unrefusing(go, kPhaseGradArrived, backward.grad_arrived_cells),
                steps_of(phases, 0, kSignalPublish, kSignalAwait), call.stream);
 }
@@ -292,7 +248,7 @@ void issue_combine_backward(const CudaContext& context, const DispatchCall& call
 // Phases: begin the use if no combine backward did, stage, publish READY; await it, pull, publish ACK; when refused,
 // await ACK.
 void issue_dispatch_backward(const CudaContext& context, const CombineCall& call, Phases phases) {
-  check_sources(context, call);
+  context.check_sources(call);
   const BackwardOffsets& backward = context.backward(call.workspace);
   const KernelCall kernel_call = context.kernel_call(kOpDispatchBackward, call);
   const SignalKernel ready = backward_signal(context, kernel_call, kPhaseGradReady, backward.grad_ready_cells);

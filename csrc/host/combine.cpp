@@ -115,24 +115,16 @@ Status finish_refused(const Context& context, const OpState& op, const Signal& a
   return kRefused;
 }
 
-void check_sources(const Context& context, const CombineCall& call) {
-  context.frame(call.frame);
-  if (call.refusal != kRefusalNone) return;
-  context.check_num_tokens(call.num_tokens);
-  EPBUF_CHECK(call.rows_source <= kSourceZero && call.weights_source <= kSourceZero, "rows_source is ",
-              call.rows_source, ", weights_source is ", call.weights_source);
-}
-
 }  // namespace
 
 void check_combine(const Context& context, const CombineCall& call) {
   context.forward(call.workspace);
-  check_sources(context, call);
+  context.check_sources(call);
 }
 
 void check_dispatch_backward(const Context& context, const CombineCall& call) {
   context.backward(call.workspace);
-  check_sources(context, call);
+  context.check_sources(call);
 }
 
 Status run_combine(Context& context, const OpState& op, const CombineCall& call, Outcome* outcome) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "../arena_map.h"
 #include "../check.h"
 #include "../layout.h"
 #include "control.h"
@@ -13,8 +14,6 @@
 
 namespace epbuf {
 
-inline bool is_quantised(const RowFormat& format) { return format.format != kSame && format.format != kRaw; }
-
 // A signal of this rank: which cells of every peer carry it and what they say.
 struct Signal {
   Phase phase;
@@ -23,31 +22,24 @@ struct Signal {
   std::uint32_t value;
 };
 
-class Context {
+class Context : public ArenaMap {
  public:
   Context(const Geometry& geometry, const ArenaOffsets& arena, std::vector<FrameOffsets> frames,
           std::vector<ForwardOffsets> forwards, std::vector<BackwardOffsets> backwards, Windows windows);
 
-  const Geometry& geometry() const { return geometry_; }
   const Windows& windows() const { return windows_; }
   const Waiter& waiter() const { return waiter_; }
   const RowKernels& kernels() const { return kernels_; }
   ControlBlock& control() { return control_; }
   const ControlBlock& control() const { return control_; }
 
-  const FrameOffsets& frame(std::int32_t frame) const;
-  const ForwardOffsets& forward(std::int32_t workspace) const;
-  const BackwardOffsets& backward(std::int32_t workspace) const;
-
   FrameCounters& frame_counters(std::int32_t frame) const;
   ForwardCounters& forward_counters(std::int32_t workspace) const;
   BackwardCounters& backward_counters(std::int32_t workspace) const;
 
   const std::int64_t* slot_map(std::int32_t frame) const;
-  const std::int32_t* offs(std::int32_t frame) const;     // [L]
-  std::int64_t num_live_rows(std::int32_t frame) const;   // offs[-1]
-  std::int64_t row_bytes(const RowFormat& format) const;  // data of one row
-  void check_num_tokens(std::int32_t num_tokens) const;
+  const std::int32_t* offs(std::int32_t frame) const;    // [L]
+  std::int64_t num_live_rows(std::int32_t frame) const;  // offs[-1]
 
   // Publishes to all ranks and waits for the same signal from all.
   Status exchange(const OpState& op, const Signal& signal) const;
@@ -60,11 +52,6 @@ class Context {
   void record_refusal(const OpState& op, std::int32_t rank, std::uint32_t refusal, Outcome* outcome);
 
  private:
-  Geometry geometry_;
-  ArenaOffsets arena_;
-  std::vector<FrameOffsets> frames_;
-  std::vector<ForwardOffsets> forwards_;
-  std::vector<BackwardOffsets> backwards_;
   Windows windows_;
   ControlBlock control_;
   Waiter waiter_;

@@ -12,15 +12,6 @@
 namespace epbuf {
 namespace {
 
-// Where pushed rows land in every window; -1 where nothing of the kind travels.
-struct Target {
-  const RowFormat& format;
-  std::int64_t rows_offset;
-  std::int64_t scales_offset;
-  std::int64_t row_scales_offset;
-  std::int64_t weights_offset;
-};
-
 // The rows of a call in the format that travels. A row that is encoded already is read where it lies.
 class SentRows {
  public:
@@ -75,16 +66,16 @@ void write_scales(const RowFormat& format, std::byte* region, std::int64_t row, 
   }
 }
 
-void push_row(const Context& context, const Target& target, const EncodedRow& row, Slot slot) {
+void push_row(const Context& context, const PushTarget& target, const EncodedRow& row, Slot slot) {
   const Windows& windows = context.windows();
   const std::int64_t row_bytes = context.row_bytes(target.format);
-  std::byte* to = windows.at<std::byte>(slot.rank, target.rows_offset) + slot.row * row_bytes;
+  std::byte* to = windows.at<std::byte>(slot.rank, target.rows) + slot.row * row_bytes;
   std::memcpy(to, row.data, static_cast<std::size_t>(row_bytes));
-  if (target.scales_offset >= 0) {
-    write_scales(target.format, windows.at<std::byte>(slot.rank, target.scales_offset), slot.row, row.scales);
+  if (target.scales >= 0) {
+    write_scales(target.format, windows.at<std::byte>(slot.rank, target.scales), slot.row, row.scales);
   }
-  if (target.row_scales_offset >= 0) {
-    windows.at<float>(slot.rank, target.row_scales_offset)[slot.row] = row.row_scale;
+  if (target.row_scales >= 0) {
+    windows.at<float>(slot.rank, target.row_scales)[slot.row] = row.row_scale;
   }
 }
 
@@ -94,7 +85,7 @@ float weight_of(const DispatchCall& call, std::int64_t token, std::int32_t k) {
 }
 
 // A token without a slot is not read.
-void push_token(const Context& context, const DispatchCall& call, const Target& target, std::int64_t token,
+void push_token(const Context& context, const DispatchCall& call, const PushTarget& target, std::int64_t token,
                 SentRows* rows) {
   const std::int32_t num_topk = context.geometry().num_topk;
   const std::int64_t* slots = context.slot_map(call.frame) + token * num_topk;
@@ -104,14 +95,14 @@ void push_token(const Context& context, const DispatchCall& call, const Target& 
     const Slot slot = unpack_slot(slots[k]);
     if (row == nullptr) row = &rows->row(token);
     push_row(context, target, *row, slot);
-    if (target.weights_offset < 0) continue;
-    context.windows().at<float>(slot.rank, target.weights_offset)[slot.row] = weight_of(call, token, k);
+    if (target.weights < 0) continue;
+    context.windows().at<float>(slot.rank, target.weights)[slot.row] = weight_of(call, token, k);
   }
 }
 
-void zero_scales(const Context& context, const Target& target, std::int64_t begin, std::int64_t end) {
+void zero_scales(const Context& context, const PushTarget& target, std::int64_t begin, std::int64_t end) {
   const std::vector<std::byte> zeros(static_cast<std::size_t>(target.format.scale_row_bytes));
-  std::byte* region = context.windows().own<std::byte>(target.scales_offset);
+  std::byte* region = context.windows().own<std::byte>(target.scales);
   for (std::int64_t row = begin; row < end; ++row) write_scales(target.format, region, row, zeros.data());
 }
 
@@ -120,17 +111,17 @@ void zero_floats(const Context& context, std::int64_t offset, std::int64_t begin
   std::memset(context.windows().own<float>(offset) + begin, 0, static_cast<std::size_t>(end - begin) * sizeof(float));
 }
 
-void zero_rows(const Context& context, const Target& target, std::int64_t begin, std::int64_t end) {
+void zero_rows(const Context& context, const PushTarget& target, std::int64_t begin, std::int64_t end) {
   const std::int64_t row_bytes = context.row_bytes(target.format);
-  std::byte* rows = context.windows().own<std::byte>(target.rows_offset) + begin * row_bytes;
+  std::byte* rows = context.windows().own<std::byte>(target.rows) + begin * row_bytes;
   std::memset(rows, 0, static_cast<std::size_t>((end - begin) * row_bytes));
-  if (target.scales_offset >= 0) zero_scales(context, target, begin, end);
-  zero_floats(context, target.row_scales_offset, begin, end);
-  zero_floats(context, target.weights_offset, begin, end);
+  if (target.scales >= 0) zero_scales(context, target, begin, end);
+  zero_floats(context, target.row_scales, begin, end);
+  zero_floats(context, target.weights, begin, end);
 }
 
 // Every round, because the user may have written there since; the peers' rows are elsewhere, so no order is needed.
-void zero_padding(const Context& context, std::int32_t frame, const Target& target) {
+void zero_padding(const Context& context, std::int32_t frame, const PushTarget& target) {
   const std::int32_t num_zones = context.geometry().num_local_experts;
   const std::int32_t* offs = context.offs(frame);
   const std::int64_t* valid = context.windows().own<const std::int64_t>(context.frame(frame).counts) + num_zones;
@@ -140,28 +131,10 @@ void zero_padding(const Context& context, std::int32_t frame, const Target& targ
   }
 }
 
-void push_all(const Context& context, const DispatchCall& call, const Target& target) {
+void push_all(const Context& context, const DispatchCall& call, const PushTarget& target) {
   SentRows rows(context, call, target.format);
   for (std::int64_t token = 0; token < call.num_tokens; ++token) push_token(context, call, target, token, &rows);
   zero_padding(context, call.frame, target);
-}
-
-// recv_tokens lie in the frame or, with save_recv=False, in the forward workspace.
-Target forward_target(const Context& context, const DispatchCall& call) {
-  const FrameOffsets& frame = context.frame(call.frame);
-  const RowFormat& format = context.geometry().recv;
-  const auto target = [&](const auto& set) {
-    return Target{format, set.recv_tokens, format.scale_row_bytes > 0 ? set.recv_scales : -1,
-                  format.format == kNvfp4 ? set.recv_row_scales : -1, frame.recv_topk_weights};
-  };
-  return frame.recv_tokens >= 0 ? target(frame) : target(context.forward(call.workspace));
-}
-
-Target backward_target(const Context& context, const DispatchCall& call) {
-  const BackwardOffsets& workspace = context.backward(call.workspace);
-  const RowFormat& format = context.geometry().grad;
-  return {format, workspace.grad_expert_out, format.scale_row_bytes > 0 ? workspace.grad_expert_out_scales : -1,
-          format.format == kNvfp4 ? workspace.grad_expert_out_row_scales : -1, -1};
 }
 
 // Rows as they lie in a receive region.
@@ -201,32 +174,22 @@ Status await_grad_ack(const Context& context, const OpState& op, std::int32_t wo
   return context.await(op, {kPhaseGradAck, context.backward(workspace).grad_ack_cells, last_use, 0});
 }
 
-void check_rows(const Context& context, const DispatchCall& call, const RowFormat& format) {
-  context.frame(call.frame);
-  if (call.refusal != kRefusalNone) return;
-  context.check_num_tokens(call.num_tokens);
-  EPBUF_CHECK(call.scales == 0 || format.scale_row_bytes > 0, "scales were given, and format ", format.format,
-              " has none");
-  EPBUF_CHECK(call.row_scales == 0 || format.format == kNvfp4, "row scales were given, and format ", format.format,
-              " has none");
-}
-
 }  // namespace
 
 void check_dispatch(const Context& context, const DispatchCall& call) {
-  check_rows(context, call, context.geometry().recv);
+  context.check_rows(call, context.geometry().recv);
 }
 
 void check_combine_backward(const Context& context, const DispatchCall& call) {
   context.backward(call.workspace);
-  check_rows(context, call, context.geometry().grad);
+  context.check_rows(call, context.geometry().grad);
 }
 
 // The round was agreed on by route, so ARRIVED is the only signal; it carries the refusal of a rank that found its rows
 // unusable only now.
 Status run_dispatch(Context& context, const OpState& op, const DispatchCall& call, Outcome* outcome) {
   const FrameOffsets& frame = context.frame(call.frame);
-  if (call.refusal == kRefusalNone) push_all(context, call, forward_target(context, call));
+  if (call.refusal == kRefusalNone) push_all(context, call, context.forward_target(call));
   const Signal arrived{kPhaseArrived, frame.arrived_cells, context.frame_counters(call.frame).round, call.refusal};
   EPBUF_TRY(context.exchange(op, arrived));
   if (context.find_refusal(op, arrived, outcome)) return kRefused;
@@ -243,7 +206,7 @@ Status run_combine_backward(Context& context, const OpState& op, const DispatchC
   const bool refused = context.find_refusal(op, go, outcome);
   if (!refused) {
     note_open(context, call);
-    push_all(context, call, backward_target(context, call));
+    push_all(context, call, context.backward_target(call));
   }
   EPBUF_TRY(context.exchange(op, {kPhaseGradArrived, workspace.grad_arrived_cells, use, 0}));
   return refused ? kRefused : kOk;

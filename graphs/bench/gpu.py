@@ -44,6 +44,7 @@ from torch import Tensor
 
 import epbuf
 from epbuf.accounting import kept_rows, traffic
+from epbuf.config import BLOCKED_TILE_ROWS
 from epbuf.engine import Place, Rows
 from epbuf.reference import quantise
 
@@ -273,16 +274,27 @@ class PayloadBench:
         return [sample / repeats / len(BOTH) for sample in samples]
 
 
-def time_payloads(shape: Shape, session: Session, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Time route and dispatch in every format asked for. Collective."""
-    times = {}
-    for word in options.payloads:
-        bench = PayloadBench(shape, session, options.window, word)
-        times[word] = bench.time(options.samples, options.repeats)
-        bench.arena.close()
-        del bench
-        give_memory_back(session)
-    return times
+def measure_payload(
+    shape: Shape, session: Session, options: argparse.Namespace, word: str, route: list[float]
+) -> dict[str, Any]:  # fmt: skip
+    """Time dispatch in one format; `route` are the times to take off. Collective."""
+    bench = PayloadBench(shape, session, options.window, word)
+    both = bench.time(options.samples, options.repeats)
+    counts, num_tokens = shape.counts().tolist(), [shape.num_tokens] * shape.num_ranks
+    pushed = asdict(traffic(bench.plan, counts, num_tokens).dispatch)
+    bench.arena.close()
+    return {
+        "system": "epbuf",
+        "shape": str(shape),
+        "times_us": {f"dispatch, {word}": without_route(both, route)},
+        "payloads": {word: pushed},
+        "versions": versions(session),
+    }
+
+
+def fits(word: str, shape: Shape) -> bool:
+    """Tell whether zones hold whole tiles of blocked scales."""
+    return not word.endswith(":blocked") or shape.alignment % BLOCKED_TILE_ROWS == 0
 
 
 def make_config(shape: Shape, **changes: Any) -> epbuf.EpConfig:
@@ -333,10 +345,6 @@ def measure(shape: Shape, session: Session, options: argparse.Namespace) -> dict
         **bench.moved(),
     }
     bench.close()
-    del bench, chains
-    give_memory_back(session)
-    for word, both in time_payloads(shape, session, options).items():
-        times[f"dispatch, {word}"] = without_route(both, times["route"])
     return record
 
 
@@ -375,9 +383,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for shape in options.shapes:
             begin = time.perf_counter()
             record = measure(shape, session, options)
+            memory = give_memory_back(session)
             if session.rank == 0:
                 write_record(options.out, record | {"rates": measured_rates})
-            memory = give_memory_back(session)
+            for word in (word for word in options.payloads if fits(word, shape)):
+                one = measure_payload(shape, session, options, word, record["times_us"]["route"])
+                memory = give_memory_back(session)
+                if session.rank == 0:
+                    write_record(options.out, one)
             print(f"{shape}: {time.perf_counter() - begin:.1f} s{memory}", flush=True)
     dist.barrier()
     dist.destroy_process_group()

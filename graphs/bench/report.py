@@ -53,6 +53,7 @@ def merged(records: Sequence[Record]) -> list[dict[str, Any]]:
             continue
         for op, samples in record["times_us"].items():
             found[key]["times_us"].setdefault(op, []).extend(samples)
+        found[key]["payloads"] = found[key].get("payloads", {}) | record.get("payloads", {})
     return list(found.values())
 
 
@@ -69,9 +70,12 @@ def limits_us(record: Record) -> dict[str, float]:
     wire_us = record["wire_bytes"] / rates["peer"] * 1e6 if "peer" in rates else 0.0
     staging_us = moved["staging"] / rates["copy"] / num_gpus * 1e6
 
+    def memory_us(pushed: dict[str, int]) -> float:
+        data = (pushed["payload"] + pushed["scales"]) / (rates["copy"] * FAN_OUT_OVER_COPY)
+        return (data + pushed["padding"] / rates["write"]) / num_gpus * 1e6
+
     def push(op: str) -> float:
-        data = (moved[op]["payload"] + moved[op]["scales"]) / (rates["copy"] * FAN_OUT_OVER_COPY)
-        return max((data + moved[op]["padding"] / rates["write"]) / num_gpus * 1e6, wire_us)
+        return max(memory_us(moved[op]), wire_us)
 
     def pull(op: str) -> float:
         return max(moved[op]["rows"] / (rates["copy"] * GATHER_OVER_COPY) / num_gpus * 1e6, wire_us)
@@ -85,6 +89,7 @@ def limits_us(record: Record) -> dict[str, float]:
         "step, staged": dispatch + combine + staging_us,
         "combine backward + dispatch backward": push("combine_backward") + pull("dispatch_backward"),
         "copy of live rows": staging_us,
+        **{f"dispatch, {word}": memory_us(pushed) for word, pushed in record.get("payloads", {}).items()},
     }
 
 
@@ -102,6 +107,7 @@ def bytes_moved(record: Record) -> dict[str, int]:
         "step, staged": route + forward + staging,
         "combine backward + dispatch backward": moved["combine_backward"] + moved["dispatch_backward"],
         "copy of live rows": staging,
+        **{f"dispatch, {word}": sum(pushed.values()) for word, pushed in record.get("payloads", {}).items()},
     }
 
 

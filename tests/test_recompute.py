@@ -1,0 +1,218 @@
+"""recv_policy="recompute": received rows come back for the experts' backward by one more dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pool, raised, virtual
+from rounds import Inputs, draw_inputs
+from routings import Case, named_case
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import epbuf
+from epbuf.errors import ConfigError, LeaseError
+
+ROUTINGS = ("some_negative", "one_rank_without_tokens", "one_row_over", "num_tokens_int64", "no_tokens")
+SEEN = [(2, "some_negative"), (2, "one_row_over"), (2, "num_tokens_int64")]  # some rows arrive, for certain
+NUM_LAYERS = 3
+Spread = Callable[..., list[Any]]
+
+
+def open_arena(
+    case: Case, group: Any, policy: Any, num_frames: int = NUM_LAYERS, *, device: str = "cpu", window: str = "auto"
+) -> epbuf.Arena:  # fmt: skip
+    plan = epbuf.Plan.build(case.config, epbuf.Schedule(num_frames), recv_policy=policy)
+    return epbuf.Arena.open(plan, None if window == "local" else group, device=device, window=window)
+
+
+def experts_of(arena: epbuf.Arena, layer: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * layer + arena.rank)
+    shape = arena.plan.num_local_experts, arena.plan.config.hidden, arena.plan.config.hidden
+    return torch.randint(-1, 2, shape, generator=generator).to(arena.device, arena.token_dtype).requires_grad_()
+
+
+def run_layer(arena: epbuf.Arena, x: Tensor, inputs: Inputs, weights: Tensor, experts: Tensor) -> Tensor:
+    """Run one layer whose weight gradient reads received rows, zone by zone."""
+    with arena.acquire() as lease:
+        recv = epbuf.dispatch(lease, x, inputs.topk_idx, weights, num_tokens=inputs.num_tokens)
+        row = torch.arange(len(recv.tokens), device=arena.device)
+        zone = torch.searchsorted(recv.offs, row, right=True).clamp(max=len(recv.offs) - 1)
+        rows = recv.tokens.where(recv.row_mask()[:, None], 0.0)
+        return epbuf.combine(lease, torch.einsum("ch,chi->ci", rows, experts[zone]), topk_weights=recv.topk_weights)
+
+
+def gradients(
+    rank: int, group: Any, case: Case, policy: str, num_steps: int = 2, device: str = "cpu", window: str = "auto"
+) -> list[Tensor]:  # fmt: skip
+    """Return the results of the last of some steps of three layers that share one workspace."""
+    inputs = draw_inputs(case, rank, True, device)
+    with open_arena(case, group, policy, device=device, window=window) as arena:
+        experts = [experts_of(arena, layer) for layer in range(NUM_LAYERS)]
+        for _ in range(num_steps):
+            x, weights = inputs.x.clone().requires_grad_(), inputs.topk_weights.clone().requires_grad_()
+            y = x
+            for layer in range(NUM_LAYERS):
+                y = run_layer(arena, y, inputs, weights, experts[layer])
+            found = torch.autograd.grad(y, [x, weights, *experts], inputs.dy)
+        return [part.detach().cpu() for part in (y, *found)]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_equal_those_of_kept_rows(num_ranks: int, routing: str) -> None:
+    """Three layers over one workspace, two steps: y and every gradient, to the bit."""
+    case = named_case(routing, num_ranks, 16, "fp32")
+    kept = virtual(num_ranks, gradients, case, "keep")
+    if (num_ranks, routing) in SEEN:
+        assert all(any(rank[part].abs().sum() > 0 for rank in kept) for part in range(len(kept[0])))
+    for got, want in zip(virtual(num_ranks, gradients, case, "recompute"), kept, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_gradients_on_processes(pool: Pool) -> None:
+    """The same on four processes."""
+    case = named_case("some_negative", 4, 16, "bf16")
+    kept = pool.run(4, gradients, case, "keep")
+    for got, want in zip(pool.run(4, gradients, case, "recompute"), kept, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_the_plan_has_one_receive_region_per_workspace() -> None:
+    """Rows leave the frames: the window shrinks by them, and the fingerprint and the description say so."""
+    config = named_case("balanced", 2, 16, "bf16").config
+    kept = epbuf.Plan.build(config, epbuf.Schedule(NUM_LAYERS))
+    plan = epbuf.Plan.build(config, epbuf.Schedule(NUM_LAYERS), recv_policy=["recompute"] * NUM_LAYERS)
+    region = plan.region("recv_tokens")
+    assert [r.lifetime for r in plan.regions if r.name == "recv_tokens"] == ["forward"]
+    assert kept.total_bytes - plan.total_bytes == (NUM_LAYERS - 1) * region.nbytes
+    assert plan.fingerprint != kept.fingerprint and "recompute" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        ("drop", {}, "recv_policy takes 'keep' or 'recompute'"),
+        ([], {}, "one of them per layer"),
+        ("stash", {}, "no code for 'stash'"),
+        (["keep", "recompute"], {}, "layers that differ"),
+        ("recompute", {"inference_only": True}, "inference_only=True plans none"),
+    ],
+)
+def test_policies_that_cannot_be_planned(words: Any, options: dict[str, Any], message: str) -> None:
+    config = named_case("balanced", 1, 16, "bf16", **options).config
+    with pytest.raises(ConfigError, match=message):
+        epbuf.Plan.build(config, recv_policy=words)
+
+
+def test_acquire_names_the_policy_of_the_plan() -> None:
+    """acquire(recv_policy=) takes the plan's word and refuses another, with both."""
+    with open_arena(named_case("balanced", 1), None, "recompute") as arena:
+        arena.acquire(recv_policy="recompute").release()
+        with pytest.raises(ConfigError, match=r"'keep'.*'recompute'"):
+            arena.acquire(recv_policy="keep")
+
+
+def _captured(rank: int, group: Any, case: Case) -> list[tuple[list[Tensor], list[Tensor]]]:
+    inputs = draw_inputs(case, rank, True)
+
+    def step(x: Tensor, weights: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        y = x
+        for layer in range(NUM_LAYERS):
+            y = run_layer(arena, y, inputs, weights, experts[layer])
+        return [y.detach(), *torch.autograd.grad(y, [x, *experts], inputs.dy)]
+
+    with open_arena(case, group, "recompute") as arena:
+        experts = [experts_of(arena, layer) for layer in range(NUM_LAYERS)]
+        batches = [(inputs.x * (1 + number), inputs.topk_weights + number) for number in range(3)]
+        eager = [step(*batch) for batch in batches]
+        captured = epbuf.CapturedStep.capture(arena, step, batches[2])
+        replayed = [[part.clone() for part in captured(*batch)] for batch in batches]
+        assert arena.window_allocations == 1
+        captured.close()
+    return list(zip(eager, replayed, strict=True))
+
+
+def test_replays_equal_eager_steps() -> None:
+    case = named_case("some_negative", 2, 16, "fp32")
+    for rounds in virtual(2, _captured, case):
+        for eager, replayed in rounds:
+            assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
+
+
+def _checkpointed(rank: int, group: Any, case: Case, policy: str, use_reentrant: bool) -> list[Tensor]:
+    inputs = draw_inputs(case, rank, True)
+    with open_arena(case, group, policy) as arena:
+        experts = [experts_of(arena, layer) for layer in range(NUM_LAYERS)]
+        y = x = inputs.x.clone().requires_grad_()
+        for layer in range(NUM_LAYERS):
+            y = checkpoint(
+                run_layer, arena, y, inputs, inputs.topk_weights, experts[layer], use_reentrant=use_reentrant
+            )
+        if use_reentrant:
+            y.backward(inputs.dy)
+            return [x.grad, *(each.grad for each in experts)]
+        return list(torch.autograd.grad(y, [x, *experts], inputs.dy))
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "plain"])
+def test_with_activation_checkpointing(use_reentrant: bool, policy: str) -> None:
+    """Weighted layers that are checkpointed give the same gradients, whichever pass their frames come from."""
+    case = named_case("some_negative", 2, 16, "fp32")
+    kept = virtual(2, gradients, case, "keep", 1)
+    for got, want in zip(virtual(2, _checkpointed, case, policy, use_reentrant), kept, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, [want[1], *want[3:]], strict=True))
+
+
+def _backward_meanwhile(rank: int, group: Any, case: Case) -> str:
+    inputs = draw_inputs(case, rank, True)
+    with open_arena(case, group, "recompute", num_frames=2) as arena:
+        x = inputs.x.clone().requires_grad_()
+        y = run_layer(arena, x, inputs, inputs.topk_weights, experts_of(arena, 0))
+        with arena.acquire() as lease:
+            epbuf.dispatch(lease, inputs.x, case.topk_idx[rank])
+            return raised(LeaseError, lambda: torch.autograd.grad(y, x, inputs.dy))
+
+
+def test_a_workspace_that_another_frame_has_is_named() -> None:
+    """Rows can come back only where they came from: a backward between a dispatch and its combine says who is there."""
+    for message in virtual(2, _backward_meanwhile, named_case("some_negative", 2, 16, "fp32")):
+        assert "frame 0 needs a forward workspace" in message and "by frame(s) [1]" in message
+
+
+def _changed(rank: int, group: Any, case: Case) -> str:
+    inputs = draw_inputs(case, rank, True)
+    with open_arena(case, group, "recompute") as arena:
+        x = inputs.x.clone()
+        y = run_layer(arena, x, inputs, inputs.topk_weights, experts_of(arena, 0))
+        x.add_(1)
+        return raised(RuntimeError, lambda: y.backward(inputs.dy))
+
+
+def test_tokens_that_changed_meanwhile_are_refused() -> None:
+    """x is sent again in backward: autograd finds that it was changed in place."""
+    for message in virtual(1, _changed, named_case("some_negative", 1, 16, "fp32")):
+        assert "modified by an inplace operation" in message
+
+
+def _compiled(rank: int, group: Any, case: Case) -> str:
+    inputs = draw_inputs(case, rank, True)
+    with open_arena(case, group, "recompute", num_frames=1) as arena:
+
+        def layer(lease: epbuf.Lease, x: Tensor) -> Tensor:
+            recv = epbuf.dispatch(lease, x, case.topk_idx[rank])
+            return epbuf.combine(lease, recv.tokens * 2)
+
+        with arena.acquire() as lease:
+            return raised(Exception, lambda: torch.compile(layer, fullgraph=True)(lease, inputs.x))
+
+
+def test_compiled_layers_are_refused(pool: Pool) -> None:
+    """Compiled code would read the rows of the first dispatch, which are gone: it is told so while it is traced."""
+    case = named_case("some_negative", 1, 16, "fp32")
+    assert 'recv_policy="recompute" inside torch.compile' in pool.run(1, _compiled, case, limit_s=120)[0]
