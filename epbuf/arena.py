@@ -1,14 +1,22 @@
-"""One window for one plan: open, one tensor per region, check, close."""
+"""An arena and its memory: one window for one plan, one tensor per region; open, grow, check, close.
+
+`Generation` is the memory of one plan, and what ops, leases and tickets know. `Arena` is what the user holds: it has
+one generation, and after `grow` a newer one besides those that are still in use.
+"""
 
 from __future__ import annotations
 
 import time
 import warnings
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from os import PathLike
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
+from rich.console import RenderableType
 
 from epbuf import _C
 from epbuf.debug import Debug, HandOut
@@ -22,13 +30,17 @@ from epbuf.errors import (
     PeerTimeoutError,
     PlanMismatchError,
 )
+from epbuf.growth import check_growth, grown_plan, save_capacity
 from epbuf.lease import Graph, Lease, LeaseBook, caller, refuse_while_recording
 from epbuf.plan import Plan, RecvPolicy, Region, describe_difference
+from epbuf.report import report_tables
 from epbuf.windows import Window, nccl
 from epbuf.windows.group import AnyGroup, Group, TorchGroup, VirtualRank, as_group
 from epbuf.windows.host import HostWindow
 from epbuf.windows.local import LocalWindow
 from epbuf.windows.torch_symm import TorchSymmWindow
+
+_EVENTS = ("num_refusals", "num_overflows", "num_bad_ids", "num_early_reuses", "staged_bytes")
 
 _WINDOWS_BY_DEVICE = {"cpu": ("host", "local"), "cuda": ("nccl", "torch_symm", "local")}
 
@@ -36,16 +48,19 @@ _GRAPH_DEATH_S = 1.0
 _BACKWARD_TAIL_S = 0.25  # a thread of autograd that has ended a backward lets go of its last node within this
 
 
-class Arena:
-    """Owner of the window of one plan.
+class Generation:
+    """The memory of an arena at one plan.
 
     Attributes:
         plan: what was opened.
+        number: 0 for what `Arena.open` made; growth adds one.
+        where: line of the user's code that opened the arena or grew it.
+        grower: what an eager dispatch calls that needs more rows than C, and how many; it leaves the lease in memory
+            that has them. None: rows are dropped and flagged.
         rank: this rank within the group.
         device: where the window lies.
         order: [1] int32, an ordinary tensor that every op mutates so that compiled code keeps program order.
         anchor: [1] float32 that requires grad, so that dispatch records a node whatever its inputs need.
-        window_allocations: allocations and registrations of window memory so far; 1 after `open`, for ever.
         token_dtype, hidden, num_topk, max_tokens_per_rank, capacity_rows: of the plan, at hand for every op's checks.
         row_strides: (H, 1), of rows without gaps.
         recv_payload, grad_payload: formats of dispatch and of combine's backward.
@@ -59,14 +74,15 @@ class Arena:
 
     def __init__(self, plan: Plan, group: Group, window: Window, engine: Engine, device: torch.device) -> None:
         self.plan = plan
+        self.number = 0
+        self.where = caller() or "unknown"
+        self.grower: Callable[[Lease, int], None] | None = None
         self.rank = group.rank
         self.device = device
         self.window = window
         self.engine = engine
         self._copy_facts(plan)
-        self.window_reason = ""
         self.debug: Debug | None = None
-        self.window_allocations = 1
         self.order = torch.zeros(1, dtype=torch.int32, device=device)
         self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         self.handle = _C.handle_put(weakref.ref(self))
@@ -115,73 +131,21 @@ class Arena:
         self.may_refuse_result = config.validate_ids or config.overflow_policy == "error"
 
     @classmethod
-    def open(
-        cls, plan: Plan, group: AnyGroup = None, *, device: torch.device | str | None = None, window: str = "auto",
-        engine: str = "native", debug: bool = False,
-    ) -> Arena:  # fmt: skip
-        """Allocate, register and map the window of a plan. The only place that does.
-
-        Collective: every rank of `group` calls it with the same plan. Synchronises.
-
-        With `debug` every acquire() poisons the frame and looks for writes past the last zone and between regions. It
-        then reads the device, unless it is captured: what a replay finds is raised by check(). Without, nothing is
-        launched for it. Ranks need not agree.
+    def allocate(
+        cls, plan: Plan, group: Group, kind: str, engine: str, device: torch.device, *, debug: bool = False
+    ) -> Generation:  # fmt: skip
+        """Allocate, register and map a window. Collective; synchronises.
 
         Raises:
-            CaptureError: a graph is being captured.
-            ConfigError: the group has another size than the plan, or device, window or engine do not fit.
-            PlanMismatchError: another rank brought another plan; raised on every rank.
             NativeError: some rank could not allocate; raised on every rank.
         """
-        _refuse_open_in_capture()
-        _check_plan(plan)
-        _refuse_inference_mode()
-        with torch.no_grad():
-            ranks = as_group(group)
-            place = _device_of(device, ranks)
-            kind, reason = _window_kind(window, place, group)
-            _agree(plan, ranks)
-            memory = _WINDOWS[kind](plan.total_bytes, ranks, place)
-            mover = open_engine(engine, plan, ranks.rank, memory, place)
-            arena = cls(plan, ranks, memory, mover, place)
-            arena.window_reason = reason
-            arena.debug = Debug(plan, memory, arena._regions) if debug else None
-            ranks.barrier()
-        return arena
-
-    def acquire(self, frame: int | None = None, *, recv_policy: RecvPolicy | None = None) -> Lease:
-        """Take a frame: the lowest free one, or the one that `plan.schedule.frame(...)` names.
-
-        Every rank must take the same frame for the same dispatch. `recv_policy` may name the plan's.
-
-        Raises:
-            LeaseError: the frame, or every frame, is in use; the arena is closed.
-            ConfigError: the plan was built with another recv_policy.
-            NativeError: in debug mode, bytes of the frame that belong to nobody were written.
-        """
-        self.require_open("acquire()")
-        if recv_policy not in (None, self.plan.recv_policy):
-            raise ConfigError(
-                f"acquire(recv_policy={recv_policy!r}): the plan was built with {self.plan.recv_policy!r}, which sizes "
-                "its regions; give Plan.build the policy that the layers use"
-            )
-        if frame is not None and type(frame) is not int:
-            raise LeaseError(
-                f"acquire(frame=...) takes an int, found {type(frame).__name__}; schedule.frame(layer, microbatch) "
-                "gives one"
-            )
-        lease = Lease(self, self.book, frame)
-        if self.debug is not None:
-            self._hand_out(lease, self.debug)
-        return lease
-
-    def _hand_out(self, lease: Lease, debug: Debug) -> None:
-        try:
-            self.engine.follow(lease.frame)
-            debug.hand_out(HandOut(lease.serial, lease.frame, lease.where), reads=not self.engine.capture_key())
-        except BaseException:
-            lease.release()
-            raise
+        with torch.inference_mode(False), torch.no_grad():
+            window = _WINDOWS[kind](plan.total_bytes, group, device)
+            mover = open_engine(engine, plan, group.rank, window, device)
+            memory = cls(plan, group, window, mover, device)
+            memory.debug = Debug(plan, window, memory._regions) if debug else None
+            group.barrier()
+        return memory
 
     def region(self, name: str, index: int = 0) -> torch.Tensor:
         """Return the one tensor of a region of this rank."""
@@ -313,6 +277,19 @@ class Arena:
         if self._addresses[name][index] != tensor.data_ptr():
             raise _copied(name, tensor)
 
+    def hand_out(self, lease: Lease, debug: Debug) -> None:
+        """Poison the frame of a new lease, and look at what nobody may have written; a lease that fails ends.
+
+        Raises:
+            NativeError: bytes that belong to nobody were written.
+        """
+        try:
+            self.engine.follow(lease.frame)
+            debug.hand_out(HandOut(lease.serial, lease.frame, lease.where), reads=not self.engine.capture_key())
+        except BaseException:
+            lease.release()
+            raise
+
     def require_open(self, what: str) -> None:
         """Raise LeaseError when the arena is closed."""
         if self._closed:
@@ -322,12 +299,9 @@ class Arena:
         """Raise what went wrong on the device and was not raised yet. Reads the device.
 
         Raises:
-            CaptureError: called while capturing.
-            PeerTimeoutError, LeaseError: the arena is poisoned, and by whom.
+            PeerTimeoutError, LeaseError: the memory is poisoned, and by whom.
             NativeError: in debug mode, a replay found bytes written that belong to nobody.
         """
-        refuse_while_recording(self.book, "check()", "call it after the capture, or after a replay")
-        self.require_open("check()")
         self._judge(self.engine.control())
         if self.debug is not None:
             self.debug.raise_found()
@@ -365,79 +339,41 @@ class Arena:
         self.require_open("poisoned")
         return bool(self.engine.control().poisoned or self._ranks_that_gave_up())
 
-    def barrier(self) -> None:
-        """Wait on the host for every rank of the group. Collective."""
-        self._group.barrier()
+    def demand_peaks(self) -> list[int]:
+        """Return, for each frame, the largest demand that a dispatch so far put on any rank, in rows. One device read.
 
-    def demand_peak_rows(self) -> int:
-        """Return the largest demand that a dispatch so far put on any rank, in rows. Reads the device."""
-        return int(self.region("frame_counters").view(torch.int64)[:, 1].max().item())
+        Shapes: [num_frames].
+        """
+        return [int(rows) for rows in self.region("frame_counters").view(torch.int64)[:, 1].tolist()]
 
     def report(self) -> dict[str, Any]:
-        """Return what the arena holds and what it has done, as plain data. Reads the device.
-
-        Raises:
-            CaptureError: called while capturing.
-        """
-        refuse_while_recording(self.book, "report()", "call it after the capture")
-        self.require_open("report()")
-        control = self.engine.control()
-        names = ("num_refusals", "num_overflows", "num_bad_ids", "num_early_reuses", "staged_bytes")
+        """Return what this memory is and who uses it, as plain data. Reads the device."""
+        control, graphs = self.engine.control(), self.book.live_graphs()
+        peaks = self.demand_peaks()
         return {
-            "rank": self.rank,
-            "window": self.window.kind,
-            "window_reason": self.window_reason,
+            "generation": self.number,
+            "where": self.where,
+            "capacity_rows": self.capacity_rows,
             "window_bytes": self.plan.total_bytes,
-            "window_allocations": self.window_allocations,
-            "num_frames": self.plan.schedule.num_frames,
+            "num_frames": len(peaks),
             "num_frames_high_water": self.book.num_frames_high_water,
+            "demand_peak_rows": max(peaks),
+            "frames": [{**frame, "demand_peak_rows": peaks[frame["frame"]]} for frame in self.book.frames()],
             "claims": [{"frame": f, "kind": k, "where": w} for f, k, w in self.book.claims()],
-            "graphs": [{"where": g.where, "frames": sorted(g.frames)} for g in self.book.live_graphs()],
-            "demand_peak_rows": self.demand_peak_rows(),
-            **{name: int(getattr(control, name)) for name in names},
+            "graphs": [{"where": g.where, "frames": sorted(g.frames)} for g in graphs],
+            "bytes_by_class": self.plan.bytes_by_lifetime(),
+            **{name: int(getattr(control, name)) for name in _EVENTS},
         }
 
-    def close(self) -> None:
-        """Give the window back. Idempotent.
+    @property
+    def is_closed(self) -> bool:
+        """Whether the window was given back, or given up."""
+        return self._closed
 
-        Collective, except on a poisoned arena, where it is local. Views handed out before are dead afterwards.
-
-        Raises:
-            CaptureError: called while capturing.
-            LeaseError: graphs that hold the memory are alive; they are listed.
-        """
-        if self._closed:
-            return
-        refuse_while_recording(self.book, "close()", "close the arena after the capture, when its graphs are gone")
-        graphs = self._graphs_after_drain()
-        if graphs:
-            places = "\n".join(f"  captured at {g.where}, frames {sorted(g.frames)}" for g in graphs)
-            raise LeaseError(f"close() while {len(graphs)} graph(s) hold this memory:\n{places}\nDrop them first")
-        is_healthy = not self.poisoned
-        try:
-            if is_healthy:
-                self._group.barrier(self.plan.config.timeout_s)
-            else:
-                self.engine.abort()  # peers that were not told yet must not wait for this rank in their close()
-        except Exception as error:
-            is_healthy = False
-            raise PeerTimeoutError(
-                f"rank {self.rank} closed its arena and a peer did not come: it died or left its group ({error}). "
-                "The arena is closed on this rank"
-            ) from error
-        finally:
-            self._let_go(is_healthy)
-
-    def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        elif not self._closed:
-            self._abandon(error)
+    @property
+    def is_unused(self) -> bool:
+        """Whether no graph and no claim needs this memory any more."""
+        return not self.book.live_graphs() and not any(self.book.claims())
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -450,14 +386,9 @@ class Arena:
                 stacklevel=2,
             )
 
-    def _abandon(self, error: BaseException) -> None:
+    def abandon(self) -> None:
+        """Tell the peers that this rank gives up. The window stays mapped; no barrier."""
         self.engine.abort()
-        warnings.warn(
-            f"rank {self.rank} leaves its arena by {type(error).__name__}: peers are told, the window is not unmapped "
-            "and there is no barrier",
-            ResourceWarning,
-            stacklevel=3,
-        )
         self._closed = True
         _C.handle_drop(self.handle)
 
@@ -484,7 +415,7 @@ class Arena:
         """Return the ranks whose ABORT cell here is set. Reads the device."""
         return [int(rank) for rank in self.region("abort_cells").nonzero().flatten().tolist()]
 
-    def _graphs_after_drain(self) -> list[Graph]:
+    def graphs_after_drain(self) -> list[Graph]:
         """Return the graphs that live; CUDA tells of a graph's death a moment after it, from a thread of its own."""
         graphs = self.book.live_graphs()
         deadline = time.monotonic() + _GRAPH_DEATH_S
@@ -494,7 +425,10 @@ class Arena:
             graphs = self.book.live_graphs()
         return graphs
 
-    def _let_go(self, is_healthy: bool) -> None:
+    def let_go(self, is_healthy: bool) -> None:
+        """Give the window back, on an unhealthy group only as far as that needs no peer. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         _C.handle_drop(self.handle)
         self.engine.close()
@@ -511,6 +445,337 @@ class Arena:
             packed = op << 28 | frame << 14 | workspace
             lines.append(f"rank {peer}: call {call}, {describe_progress(packed) if call else 'none yet'}")
         return lines
+
+
+class Arena:
+    """Owner of the window of one plan, and after `grow` of the next one's.
+
+    What is not described here is that of the current generation: `plan`, `rank`, `device`, `window`, `book`, ...
+
+    Attributes:
+        memory: the current generation.
+        window_allocations: allocations and registrations of window memory so far: 1 after `open`, one more a growth.
+        window_reason: why this kind of window was taken.
+    """
+
+    memory: Generation  # also for an instance that was never initialised: __getattr__ asks for it
+
+    def __init__(self, memory: Generation, group: Group, engine: str, window_reason: str) -> None:
+        self.memory = memory
+        self.window_allocations = 1
+        self.window_reason = window_reason
+        self._group = group
+        self._engine = engine
+        self._older: list[Generation] = []
+        self._peak_rows, self._past = 0, dict.fromkeys(_EVENTS, 0)  # of generations that are gone
+
+    @classmethod
+    def open(
+        cls, plan: Plan, group: AnyGroup = None, *, device: torch.device | str | None = None, window: str = "auto",
+        engine: str = "native", debug: bool = False,
+    ) -> Arena:  # fmt: skip
+        """Allocate, register and map the window of a plan. With `grow`, the only place that does.
+
+        Collective: every rank of `group` calls it with the same plan. Synchronises.
+
+        With `debug` every acquire() poisons the frame and looks for writes past the last zone and between regions. It
+        then reads the device, unless it is captured: what a replay finds is raised by check(). Without, nothing is
+        launched for it. Ranks need not agree.
+
+        Raises:
+            CaptureError: a graph is being captured.
+            ConfigError: the group has another size than the plan, or device, window or engine do not fit.
+            PlanMismatchError: another rank brought another plan; raised on every rank.
+            NativeError: some rank could not allocate; raised on every rank.
+        """
+        _refuse_allocation("Arena.open", "open the arena before the capture and use its leases inside")
+        _check_plan(plan)
+        _refuse_inference_mode()
+        ranks = as_group(group)
+        place = _device_of(device, ranks)
+        kind, reason = _window_kind(window, place, group)
+        with torch.no_grad():
+            _agree(plan, ranks)
+        return cls(Generation.allocate(plan, ranks, kind, engine, place, debug=debug), ranks, engine, reason)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "memory":
+            raise AttributeError(name)
+        return getattr(self.memory, name)
+
+    @property
+    def generation(self) -> int:
+        """Number of the current generation: 0 after `open`, one more after each growth."""
+        return self.memory.number
+
+    def acquire(self, frame: int | None = None, *, recv_policy: RecvPolicy | None = None) -> Lease:
+        """Take a frame: the lowest free one, or the one that `plan.schedule.frame(...)` names.
+
+        Every rank must take the same frame for the same dispatch. `recv_policy` may name the plan's.
+
+        Raises:
+            LeaseError: the frame, or every frame, is in use; the arena is closed.
+            ConfigError: the plan was built with another recv_policy.
+            NativeError: in debug mode, bytes of the frame that belong to nobody were written.
+        """
+        memory = self.memory
+        memory.require_open("acquire()")
+        if recv_policy not in (None, memory.plan.recv_policy):
+            raise ConfigError(
+                f"acquire(recv_policy={recv_policy!r}): the plan was built with {memory.plan.recv_policy!r}, which "
+                "sizes its regions; give Plan.build the policy that the layers use"
+            )
+        if frame is not None and type(frame) is not int:
+            raise LeaseError(
+                f"acquire(frame=...) takes an int, found {type(frame).__name__}; schedule.frame(layer, microbatch) "
+                "gives one"
+            )
+        if self._older:
+            self._free_unused()
+        lease = Lease(memory, memory.book, frame)
+        if memory.debug is not None:
+            memory.hand_out(lease, memory.debug)
+        return lease
+
+    def grow(self, plan: Plan) -> list[str]:
+        """Go on in new memory, of a plan that has at least as much of everything. Return which graphs are stale now.
+
+        Leases taken from now on have the new memory. The old one stays, for the leases, tickets and graphs that use it,
+        until the last of them is gone. A CapturedStep of old memory raises StaleGraphError when it is called; the list
+        says where each such graph was captured, which is where to capture again.
+
+        Collective: every rank calls it with the same plan, at the same place between its ops. Synchronises. If it
+        raises, nothing has changed.
+
+        Raises:
+            CaptureError: a graph is being captured.
+            ConfigError: the plan is for other ranks, experts or rows, or has less than the present one; both values are
+                named.
+            PlanMismatchError: another rank brought another plan; raised on every rank.
+            NativeError: some rank could not allocate; raised on every rank.
+            PeerTimeoutError, LeaseError: the arena is poisoned, or closed.
+        """
+        instead = "grow between captures, and capture again afterwards"
+        self._refuse_while_recording("grow()", instead)
+        _refuse_allocation("grow()", instead)
+        self._require_healthy("grow()")
+        old = self.memory
+        with torch.no_grad():
+            _agree_on_growth(plan, self._group)
+        check_growth(old.plan, plan)
+        is_debugged = old.debug is not None
+        fresh = Generation.allocate(plan, self._group, old.window.kind, self._engine, old.device, debug=is_debugged)
+        fresh.number, fresh.grower = old.number + 1, old.grower
+        self._older.append(old)
+        self.memory = fresh
+        self.window_allocations += 1
+        stale = [graph.where for memory in self._older for graph in memory.book.live_graphs()]
+        self.free_unused()
+        return stale
+
+    def grow_to_peak(self) -> list[str]:
+        """Grow to the largest demand that any dispatch so far has had, if that is more than C; as `grow`. Collective.
+
+        Reads the device.
+        """
+        with torch.no_grad():
+            peak = max(self._group.all_gather(self.demand_peak_rows()))
+        return self.grow(grown_plan(self.plan, peak)) if peak > self.capacity_rows else []
+
+    @contextmanager
+    def growing(self) -> Iterator[None]:
+        """Let eager dispatches grow the arena when they need more rows than it has, before any row moves.
+
+        Each dispatch reads its demand once (a synchronisation on CUDA). All ranks know it from the same counts, so all
+        grow at the same dispatch, and its lease goes on in the new memory: look at regions of a lease after dispatch,
+        not before. Then `plan.capacity_rows` is what the step needs. Compiled code cannot grow and raises
+        CapacityError.
+
+        Collective: every rank runs its ops inside, or none does.
+
+        Raises:
+            CaptureError: a graph is being captured.
+        """
+        self._refuse_while_recording("growing()", "run the step eagerly, outside the capture, and capture it then")
+        self._require_healthy("growing()")
+        before = self.memory.grower
+        for memory in self._generations():
+            memory.grower = self._make_room
+        try:
+            yield
+        finally:
+            for memory in self._generations():
+                memory.grower = before
+
+    def save_capacity(self, path: str | PathLike[str]) -> None:
+        """Write the capacity of this arena to a JSON file, for `epbuf.growth.load_capacity`. Local: one rank calls it.
+
+        Raises:
+            CaptureError: called while capturing.
+        """
+        self._refuse_while_recording("save_capacity()", "call it after the capture")
+        self.require_open("save_capacity()")
+        save_capacity(path, self.plan, self.demand_peak_rows())
+
+    def check(self) -> None:
+        """Raise what went wrong on the device and was not raised yet. Reads the device.
+
+        Raises:
+            CaptureError: called while capturing.
+            PeerTimeoutError, LeaseError: the arena is poisoned, and by whom.
+        """
+        self._refuse_while_recording("check()", "call it after the capture, or after a replay")
+        self._require_healthy("check()")
+
+    @property
+    def poisoned(self) -> bool:
+        """Tell whether a wait failed, here or on a peer. Reads the device; LeaseError once the arena is closed."""
+        return any(memory.poisoned for memory in self._generations())
+
+    def barrier(self) -> None:
+        """Wait on the host for every rank of the group. Collective."""
+        self._group.barrier()
+
+    def demand_peak_rows(self) -> int:
+        """Return the largest demand that a dispatch so far put on any rank, in rows. Reads the device."""
+        return max(self._peak_rows, *(max(memory.demand_peaks()) for memory in self._generations()))
+
+    def report(self) -> dict[str, Any]:
+        """Return what the arena holds and what it has done, as plain data that JSON can carry. Reads the device.
+
+        First comes what the current generation is; counts of events, staged bytes and the demand peak are those of the
+        arena since it was opened. `claims` and `graphs` are those of all generations, each with its
+        number; `generations` lists every one that still has memory, oldest first.
+
+        Raises:
+            CaptureError: called while capturing.
+        """
+        self._refuse_while_recording("report()", "call it after the capture")
+        self.require_open("report()")
+        if self._older:
+            self._free_unused()
+        parts = [memory.report() for memory in self._generations()]
+        return {
+            "rank": self.rank,
+            "window": self.window.kind,
+            "window_reason": self.window_reason,
+            "window_allocations": self.window_allocations,
+            **parts[-1],
+            **{name: past + sum(part[name] for part in parts) for name, past in self._past.items()},
+            "demand_peak_rows": max(self._peak_rows, *(part["demand_peak_rows"] for part in parts)),
+            "claims": [{"generation": p["generation"], **claim} for p in parts for claim in p["claims"]],
+            "graphs": [
+                {"generation": p["generation"], "is_stale": p is not parts[-1], **graph}
+                for p in parts for graph in p["graphs"]
+            ],
+            "generations": parts,
+        }  # fmt: skip
+
+    def report_table(self) -> RenderableType:
+        """Return the report as a `rich` renderable: `rich.print(arena.report_table())`."""
+        return report_tables(self.report())
+
+    def close(self) -> None:
+        """Give the window back. Idempotent.
+
+        Collective, except on a poisoned arena, where it is local. Views handed out before are dead afterwards.
+
+        Raises:
+            CaptureError: called while capturing.
+            LeaseError: graphs that hold the memory are alive; they are listed.
+        """
+        if self.is_closed:
+            return
+        self._refuse_while_recording("close()", "close the arena after the capture, when its graphs are gone")
+        graphs = [graph for memory in self._generations() for graph in memory.graphs_after_drain()]
+        if graphs:
+            places = "\n".join(f"  captured at {g.where}, frames {sorted(g.frames)}" for g in graphs)
+            raise LeaseError(f"close() while {len(graphs)} graph(s) hold this memory:\n{places}\nDrop them first")
+        is_healthy = not self.poisoned
+        try:
+            if is_healthy:
+                self._group.barrier(self.plan.config.timeout_s)
+            else:
+                self._abort()  # peers that were not told yet must not wait for this rank in their close()
+        except Exception as error:
+            is_healthy = False
+            raise PeerTimeoutError(
+                f"rank {self.rank} closed its arena and a peer did not come: it died or left its group ({error}). "
+                "The arena is closed on this rank"
+            ) from error
+        finally:
+            for memory in self._generations():
+                memory.let_go(is_healthy)
+            self._older = []
+
+    def free_unused(self) -> None:
+        """Free old generations that no rank uses any more. Collective; on CUDA synchronises.
+
+        On CPU each rank frees its own as soon as it may: a mapping of a peer's lives by itself.
+        """
+        if self.memory.engine.synchronous:
+            self._free_unused()
+        elif self._older:
+            mine = {memory.number for memory in self._older if not memory.graphs_after_drain() and memory.is_unused}
+            self._let_go_of(set.intersection(*self._group.all_gather(mine)))
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self.is_closed:
+            for memory in self._generations():
+                memory.abandon()
+            warnings.warn(
+                f"rank {self.rank} leaves its arena by {type(error).__name__}: peers are told, the window is not "
+                "unmapped and there is no barrier",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def _generations(self) -> list[Generation]:
+        return [*self._older, self.memory]
+
+    def _refuse_while_recording(self, call: str, instead: str) -> None:
+        for memory in self._generations():
+            refuse_while_recording(memory.book, call, instead)
+
+    def _require_healthy(self, call: str) -> None:
+        self.require_open(call)
+        for memory in self._generations():
+            memory.check()
+
+    def _abort(self) -> None:
+        for memory in self._generations():
+            memory.engine.abort()
+
+    def _make_room(self, lease: Lease, num_rows: int) -> None:
+        """Leave a lease whose dispatch needs `num_rows` in memory that may have them: the newest, or newer. Collective.
+
+        Ranks that run ops on several streams may have seen other peaks, so all take the largest.
+        """
+        if lease.arena is self.memory:
+            self.grow_to_peak()
+            assert num_rows <= self.memory.capacity_rows, "the demand that overflowed is among the peaks"
+        else:
+            self._group.barrier()  # a route that no dispatch follows: all have read its counts before anyone goes on
+        lease.move(self.memory, self.memory.book)
+
+    def _free_unused(self) -> None:
+        if self.memory.engine.synchronous:
+            self._let_go_of({memory.number for memory in self._older if memory.is_unused})
+
+    def _let_go_of(self, numbers: set[int]) -> None:
+        for memory in [memory for memory in self._older if memory.number in numbers]:
+            gone = memory.report()
+            self._peak_rows = max(self._peak_rows, gone["demand_peak_rows"])
+            self._past = {name: past + gone[name] for name, past in self._past.items()}
+            memory.let_go(is_healthy=True)
+            self._older.remove(memory)
 
 
 def _leak(*memory: object) -> None:
@@ -533,14 +798,14 @@ def _copied(name: str, tensor: torch.Tensor) -> NativeError:
     return error
 
 
-def arena_of(handle: int) -> Arena:
-    """Return the open arena behind a handle.
+def arena_of(handle: int) -> Generation:
+    """Return the open memory behind a handle.
 
     Raises:
         LeaseError: it was closed.
     """
     try:
-        found: Arena | None = _C.handle_get(handle)()
+        found: Generation | None = _C.handle_get(handle)()
     except KeyError:
         found = None
     if found is None:
@@ -548,19 +813,18 @@ def arena_of(handle: int) -> Arena:
     return found
 
 
-def _refuse_open_in_capture() -> None:
+def _refuse_allocation(call: str, instead: str) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise CaptureError(
-            f"Arena.open at {caller()} allocates and registers memory, which cannot be captured: open the arena before "
-            "the capture and use its leases inside"
-        )
+            f"{call} at {caller()} allocates and registers memory, which cannot be captured: {instead}"
+        )  # fmt: skip
     for reference in _C.handle_objects():
-        arena = reference()
-        recording = arena.book.recording if arena is not None else None
+        memory = reference()
+        recording = memory.book.recording if memory is not None else None
         if recording is not None and recording.is_mine():
             raise CaptureError(
-                f"Arena.open at {caller()} allocates and registers memory, which cannot be captured (capture began at "
-                f"{recording.where}): open the arena before the capture and use its leases inside"
+                f"{call} at {caller()} allocates and registers memory, which cannot be captured (capture began at "
+                f"{recording.where}): {instead}"
             )
 
 
@@ -646,9 +910,21 @@ def _agree(plan: Plan, group: Group) -> None:
         _raise_mismatch(plans[0][1], plans[different][1], different)
 
 
+def _agree_on_growth(plan: object, group: Group) -> None:
+    """Raise on every rank unless all brought the same plan, whatever else is wrong with it."""
+    offer = (plan.fingerprint, plan.to_json()) if isinstance(plan, Plan) else (type(plan).__name__, "")
+    offers = group.all_gather(offer)
+    for rank, (kind, text) in enumerate(offers):
+        if not text:
+            raise ConfigError(f"grow() takes a Plan, found {kind} on rank {rank}; make one with Plan.build(config)")
+    different = next((r for r, (print_, _) in enumerate(offers) if print_ != offers[0][0]), None)
+    if different is not None:
+        _raise_mismatch(offers[0][1], offers[different][1], different)
+
+
 def _raise_mismatch(first: str, other: str, rank: int) -> NoReturn:
     raise PlanMismatchError(
-        f"ranks of one group must open the same plan; rank 0 and rank {rank} differ in\n"
+        f"ranks of one group must bring the same plan; rank 0 and rank {rank} differ in\n"
         f"{describe_difference(first, other, names=('rank 0', f'rank {rank}'))}\n"
         "Build it from the same values on every rank"
     )

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from epbuf import _C, ops
-from epbuf.arena import Arena, as_bytes
+from epbuf.arena import Generation, as_bytes
 from epbuf.checks import Tokens, are_placed, check_out_grad, check_places, check_raw_grad
 from epbuf.engine import Encoded
 from epbuf.errors import ConfigError, LeaseError
@@ -132,7 +132,7 @@ def dispatch(
         CapacityError: overflow_policy="error" and some rank overflowed (eager; on all ranks).
         PeerTimeoutError: a rank did not arrive.
     """
-    arena, frame = _arena(lease), lease.frame
+    arena = _arena(lease)
     if arena.recomputes and torch.compiler.is_compiling():
         raise ConfigError(
             'recv_policy="recompute" inside torch.compile: compiled code would read the rows of the first dispatch; '
@@ -152,6 +152,7 @@ def dispatch(
         carrier, weights, ticket = _apply(_Dispatch, arena.anchor, x, topk_weights, sent, lease)
     else:
         carrier, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
+    arena, frame = _arena(lease), lease.frame  # others than before, if the arena has grown
     lease.ticket, lease.num_tokens = ticket, x.shape[0]
     if arena.recomputes:
         parts = (x, topk_idx, topk_weights, sent.x_scales, row_scales, num_tokens)
@@ -212,7 +213,7 @@ def unpack(grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         LeaseError: the workspace has ended.
     """
     for reference in _C.handle_objects():
-        arena: Arena | None = reference()
+        arena: Generation | None = reference()
         found = arena.find_carried(grad) if arena is not None and isinstance(grad, torch.Tensor) else None
         if arena is not None and found is not None:
             return _behind(arena, *found, grad.shape[0])
@@ -220,7 +221,7 @@ def unpack(grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     raise ConfigError(f"unpack takes the gradient that combine(raw_grad=True) gives, found {what}")
 
 
-def _behind(arena: Arena, frame: int, workspace: int, num_rows: int) -> tuple[torch.Tensor | None, ...]:
+def _behind(arena: Generation, frame: int, workspace: int, num_rows: int) -> tuple[torch.Tensor | None, ...]:
     if arena.book.workspace(frame, "backward") != workspace:
         raise LeaseError(
             f"unpack of a gradient of frame {frame} whose backward workspace has ended: its rows last from combine "
@@ -271,7 +272,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(
         ctx: Any, grad_tokens: torch.Tensor | None, grad_weights: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
-        arena: Arena = ctx.arena
+        arena: Generation = ctx.arena
         (ticket,) = ctx.saved_tensors
         _require_backward(arena)
         dx = _token_rows(arena, ctx.num_tokens) if ctx.needs_input_grad[1] and ctx.takes_gradient else None
@@ -306,7 +307,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        arena: Arena = ctx.arena
+        arena: Generation = ctx.arena
         ticket, expert_out, weights, *sent = ctx.saved_tensors  # once: a checkpoint unpacks them once
         _require_backward(arena)
         workspace = _backward_workspace(arena, ticket)
@@ -352,10 +353,10 @@ def _forward_dispatch(
 
     `x` and `topk_weights` are those of `sent`, as traced code must see them: arguments of the autograd.Function.
     """
-    arena, frame = _arena(lease), lease.frame
     if ops.is_direct():
         filled, recv_weights, ticket = ops.route_and_dispatch(lease, sent)
-        return _carrier(arena, frame, filled), recv_weights.detach(), ticket
+        return _carrier(_arena(lease), lease.frame, filled), recv_weights.detach(), ticket
+    arena, frame = _arena(lease), lease.frame
     ticket = ops.ROUTE(
         arena.order, arena.region("offs", frame), arena.region("counts", frame), arena.region("overflow", frame),
         lease.token, sent.topk_idx, sent.num_tokens, x, sent.x_scales, sent.x_row_scales, topk_weights,
@@ -368,13 +369,13 @@ def _forward_dispatch(
     return _carrier(arena, frame, filled), recv_weights.detach(), ticket
 
 
-def _carrier(arena: Arena, frame: int, filled: Encoded) -> torch.Tensor:
+def _carrier(arena: Generation, frame: int, filled: Encoded) -> torch.Tensor:
     """Return what gradients of received rows come to: the rows themselves, or a NaN in their place."""
     return filled.data.detach() if arena.recv_payload.format == "same" else arena.carrier(frame)
 
 
 def _received_views(
-    arena: Arena, frame: int, carrier: torch.Tensor
+    arena: Generation, frame: int, carrier: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Return data, scales and row scales as the user sees them: without the padding of compact rows of scales."""
     if arena.recv_payload.format == "same":
@@ -397,7 +398,7 @@ def _forward_combine(
     return y
 
 
-def _arena(lease: Lease) -> Arena:
+def _arena(lease: Lease) -> Generation:
     return lease.arena  # type: ignore[return-value]  # the book's tests make leases of less than an arena
 
 
@@ -407,7 +408,7 @@ def _refuse(lease: Lease, complete_round: Any, check: Callable[[], None]) -> Non
         complete_round(lease, attempt)
 
 
-def _routing_views(arena: Arena, frame: int) -> tuple[torch.Tensor, ...]:
+def _routing_views(arena: Generation, frame: int) -> tuple[torch.Tensor, ...]:
     """Return offs, both counts per expert, the total and the overflow flag; views that last as long as the arena."""
     if torch.compiler.is_compiling():
         return _make_routing_views(arena, frame)
@@ -417,21 +418,21 @@ def _routing_views(arena: Arena, frame: int) -> tuple[torch.Tensor, ...]:
     return views
 
 
-def _make_routing_views(arena: Arena, frame: int) -> tuple[torch.Tensor, ...]:
+def _make_routing_views(arena: Generation, frame: int) -> tuple[torch.Tensor, ...]:
     counts, num_local = arena.region("counts", frame).detach(), arena.plan.num_local_experts
     per_expert, valid_per_expert = counts[:num_local], counts[num_local : 2 * num_local]
     offs, overflow = arena.region("offs", frame).detach(), arena.region("overflow", frame).detach()
     return offs, per_expert, valid_per_expert, counts[2 * num_local :], overflow
 
 
-def _recv_index(arena: Arena, frame: int) -> int:
+def _recv_index(arena: Generation, frame: int) -> int:
     """Return where this dispatch puts rows: the frame, or the workspace that route has claimed."""
     if arena.recv_in_frame:
         return frame
     return 0 if torch.compiler.is_compiling() else arena.book.workspace(frame, "forward") or 0
 
 
-def _require_backward(arena: Arena) -> None:
+def _require_backward(arena: Generation) -> None:
     if arena.plan.config.inference_only:
         raise ConfigError(
             "backward through an arena whose plan has inference_only=True: it has no regions for gradients; "
@@ -439,22 +440,22 @@ def _require_backward(arena: Arena) -> None:
         )
 
 
-def _token_rows(arena: Arena, num_tokens: int) -> torch.Tensor:
+def _token_rows(arena: Generation, num_tokens: int) -> torch.Tensor:
     return torch.empty((num_tokens, arena.hidden), dtype=arena.token_dtype, device=arena.device)
 
 
-def _token_weights(arena: Arena, num_tokens: int) -> torch.Tensor:
+def _token_weights(arena: Generation, num_tokens: int) -> torch.Tensor:
     return torch.empty((num_tokens, arena.num_topk), dtype=torch.float32, device=arena.device)
 
 
-def _saved_weights(arena: Arena, lease: Lease, weights: torch.Tensor) -> torch.Tensor | None:
+def _saved_weights(arena: Generation, lease: Lease, weights: torch.Tensor) -> torch.Tensor | None:
     """Return what backward must keep of the row weights: nothing when they are the frame's own region."""
     if torch.compiler.is_compiling():
         return weights.clone()
     return None if weights.data_ptr() == arena.address("recv_topk_weights", lease.frame) else weights
 
 
-def _weights_of(arena: Arena, ticket: torch.Tensor) -> torch.Tensor:
+def _weights_of(arena: Generation, ticket: torch.Tensor) -> torch.Tensor:
     """Return the frame's weights, as they were in combine: they are not saved, so autograd cannot check them."""
     state = ops.state_of(ticket)[1]
     weights, version = arena.region("recv_topk_weights", state.frame), state.weights_version
@@ -466,18 +467,18 @@ def _weights_of(arena: Arena, ticket: torch.Tensor) -> torch.Tensor:
     return weights
 
 
-def _backward_workspace(arena: Arena, ticket: torch.Tensor) -> int:
+def _backward_workspace(arena: Generation, ticket: torch.Tensor) -> int:
     """Return the workspace that the op will claim; compiled code bakes workspace 0 in."""
     if torch.compiler.is_compiling():
         return 0
     return arena.book.next_workspace(ops.state_of(ticket)[1].frame, "backward")
 
 
-def _missing_gradient(arena: Arena, ticket: torch.Tensor) -> torch.Tensor:
+def _missing_gradient(arena: Generation, ticket: torch.Tensor) -> torch.Tensor:
     return _token_rows(arena, ops.state_of(ticket)[1].num_tokens).zero_()
 
 
-def _first_rows(arena: Arena, ticket: torch.Tensor, region: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _first_rows(arena: Generation, ticket: torch.Tensor, region: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return the gradient of all C rows: a view of the region; of trimmed rows: a copy, zero where no zone reaches.
 
     The view is one that the arena keeps: autograd copies a gradient that others refer to before it becomes a `.grad`.
@@ -487,7 +488,7 @@ def _first_rows(arena: Arena, ticket: torch.Tensor, region: torch.Tensor, num_ro
     return _trimmed(arena, ops.state_of(ticket)[1].frame, region, num_rows)
 
 
-def _trimmed(arena: Arena, frame: int, region: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _trimmed(arena: Generation, frame: int, region: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return the first rows of a region: all as they lie, fewer as a copy that is zero where no zone reaches."""
     if num_rows == arena.capacity_rows:
         return region
@@ -502,7 +503,7 @@ def _zero_where(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.uint8).masked_fill(mask, 0).view(rows.dtype)
 
 
-def _lasting_view(arena: Arena, region: torch.Tensor) -> torch.Tensor:
+def _lasting_view(arena: Generation, region: torch.Tensor) -> torch.Tensor:
     address = region.data_ptr()
     view = arena.views.get(address)
     if view is None:

@@ -17,21 +17,26 @@ import torch
 from torch.utils._pytree import tree_map
 
 from epbuf import _C
-from epbuf.arena import Arena
-from epbuf.errors import CapacityError, CaptureError, ConfigError, EpbufError, LeaseError
+from epbuf.arena import Arena, Generation
+from epbuf.errors import CapacityError, CaptureError, ConfigError, EpbufError, LeaseError, StaleGraphError
 from epbuf.lease import Graph, caller
 
 OnOverflow: TypeAlias = 'Literal["raise", "skip"] | Callable[[CapturedStep], None]'
 
 
 class CapturedStep:
-    """A step that was captured once and is called with new inputs of the same shapes."""
+    """A step that was captured once and is called with new inputs of the same shapes.
+
+    Attributes:
+        overflow: [] float32, 1 on all ranks when a dispatch of the last call overflowed, else 0; static, like outputs.
+    """
 
     def __init__(
         self, arenas: tuple[Arena, ...], fn: Callable[..., Any], inputs: tuple[Any, ...], graph: Graph,
         on_overflow: OnOverflow | None,
     ) -> None:  # fmt: skip
         self._arenas = arenas
+        self._memories = tuple(arena.memory for arena in arenas)
         self._fn = fn
         self._inputs = inputs
         self._graph = graph
@@ -39,7 +44,14 @@ class CapturedStep:
         on_cuda = any(arena.device.type == "cuda" for arena in arenas)
         self._player: _Player = _CudaPlayer(arenas[0].device) if on_cuda else _HostPlayer()
         self._outputs: Any = None
-        self._seen = [_Counters(arena.engine.control()) for arena in arenas]
+        self._seen = [_Counters(memory.engine.control()) for memory in self._memories]
+        self.overflow = torch.zeros((), device=arenas[0].device)
+        sizes = [memory.plan.schedule.num_frames for memory in self._memories]
+        self._flags = torch.zeros(sum(sizes), device=arenas[0].device)
+        graph.flags = dict(zip((m.handle for m in self._memories), torch.split(self._flags, sizes), strict=True))
+        self._num_overflowed = torch.zeros((), dtype=torch.int64, device=arenas[0].device)  # runs of this step
+        self._num_seen_overflowed = 0
+        self._skipping: list[torch.optim.Optimizer] = []
         self._closed = False
 
     @classmethod
@@ -57,28 +69,34 @@ class CapturedStep:
             warmup: how often `fn` runs before the capture.
             restore: modules, optimisers, tensors and generators whose state warm-up must not change; the default
                 random number generators are always put back. Optimiser state that warm-up creates is zeroed.
-            on_overflow: "raise": CapacityError at the next call or check(); "skip": nothing is raised, the step reads
-                recv.overflow; a callable: called with the step at the next call or check(). None: "raise" when an
-                arena's overflow_policy is "error", else "skip".
+            on_overflow: what happens when a dispatch of the step, whichever layer's, dropped rows. "raise":
+                CapacityError at the next call or check(). "skip": nothing is raised, and the optimisers of `restore`
+                see `overflow` as their found_inf (a GradScaler would put its own there), so that on all ranks nothing
+                changes that they update. A callable: called with the step at the next call or check(). None: "raise"
+                when an arena's overflow_policy is "error", else nothing but `overflow` and recv.overflow.
 
         Raises:
             CaptureError: a capture is under way, `fn` made a call that cannot be captured, or a claim made inside `fn`
                 outlives it.
+            ConfigError: an argument of the wrong kind; on_overflow="skip" with an optimiser that has no found_inf.
         """
         owners = (arenas,) if isinstance(arenas, Arena) else tuple(arenas)
         _check_arguments(owners, example_inputs, restore, warmup, on_overflow)
-        _refuse_nested(owners)
+        _refuse_nested(owners, "CapturedStep.capture")
         for arena in owners:
             arena.barrier()
+            arena.free_unused()
         inputs = tuple(_static(value) for value in example_inputs)
         step = cls(owners, fn, inputs, Graph(object(), caller(), bool), on_overflow)
         itself = weakref.ref(step)
         step._graph.alive = lambda: (me := itself()) is not None and not me._closed
+        if on_overflow == "skip":
+            step._skipping = [item for item in restore if isinstance(item, torch.optim.Optimizer)]
         before = Snapshot(restore)
         try:
             for _ in range(warmup):
                 with step._guard("warm up"), step._player.warming():
-                    fn(*inputs)
+                    step._run()
             before.put_back()
             step._record()
             if step._player.record_runs:
@@ -87,7 +105,8 @@ class CapturedStep:
             step.close()
             before.put_back()
             raise
-        step._seen = [_Counters(arena.engine.control()) for arena in owners]
+        step._seen = [_Counters(memory.engine.control()) for memory in step._memories]
+        step._num_seen_overflowed = int(step._num_overflowed)
         for arena in owners:
             arena.barrier()
         return step
@@ -99,23 +118,48 @@ class CapturedStep:
 
         Raises:
             ConfigError: an input of another shape, dtype or count.
+            StaleGraphError: an arena has grown since the capture: capture again.
             CapacityError, LeaseError, PeerTimeoutError: what the previous replay met.
         """
-        if self._closed:
-            raise CaptureError(f"the step captured at {self._graph.where} is closed; capture another")
-        for position, arena in enumerate(self._arenas):
+        self._require_open("called")
+        for arena, memory in zip(self._arenas, self._memories, strict=True):
             arena.require_open("a captured step")
-            arena.raise_pending()
-            self._judge(position, _Counters(arena.engine.status()))
+            if not memory.is_closed:
+                memory.raise_pending()
+        self._judge([None if m.is_closed else _Counters(m.engine.status()) for m in self._memories])
+        self._require_current()
         self._take(inputs)
         if self._player.record_runs:
             with self._guard("replay"):
-                outputs = self._fn(*self._inputs)
+                outputs = self._run()
             with torch.no_grad():
                 tree_map(_copy_into, self._outputs, outputs)
         else:
             self._player.replay()
         return self._outputs
+
+    def rerun(self) -> Any:
+        """Run the step once more, eagerly, on the inputs of the last call, in arenas that have room for it.
+
+        For a step whose update was skipped: afterwards it is made, with every row. After an overflow the arenas grow to
+        the largest demand seen, and again at each dispatch that needs still more, now that no layer before it drops
+        rows; `arena.plan.capacity_rows` is then what to capture with. If an arena has grown this graph is stale: close
+        it and capture again. Not for a step that uses a lease opened outside it.
+
+        Collective; synchronises. Returns fn's outputs, which are not the static ones.
+
+        Raises:
+            CaptureError: a capture is under way, or this step is closed.
+        """
+        self._require_open("run again")
+        _refuse_nested(self._arenas, "rerun()")
+        overflowed = bool(self.overflow)
+        with ExitStack() as stack:
+            for arena in self._arenas:
+                if overflowed:
+                    arena.grow_to_peak()
+                stack.enter_context(arena.growing())
+            return tree_map(_detached, self._fn(*self._inputs))
 
     def check(self) -> None:
         """Raise what replays so far met and did not raise yet.
@@ -126,9 +170,9 @@ class CapturedStep:
             LeaseError: a frame was used again before its backward.
             PeerTimeoutError: a rank did not arrive.
         """
-        for position, arena in enumerate(self._arenas):
+        for arena in self._arenas:
             arena.check()
-            self._judge(position, _Counters(arena.engine.control()))
+        self._judge([None if m.is_closed else _Counters(m.engine.control()) for m in self._memories])
 
     def close(self) -> None:
         """End this graph's hold on its arenas. Idempotent; local; synchronises on CUDA."""
@@ -137,13 +181,14 @@ class CapturedStep:
         self._player.close()
 
     def _record(self) -> None:
-        serials = [arena.book.newest_serial() for arena in self._arenas]
+        books = [memory.book for memory in self._memories]
+        serials = [book.newest_serial() for book in books]
         with self._guard("record"), self._player.recording():
-            outputs = self._fn(*self._inputs)
+            outputs = self._run()
         self._outputs = tree_map(_detached, outputs)
         del outputs
         gc.collect()
-        left = [c for a, s in zip(self._arenas, serials, strict=True) for c in a.book.claims_since(s)]
+        left = [c for book, s in zip(books, serials, strict=True) for c in book.claims_since(s)]
         if left:
             self.close()
             raise CaptureError(
@@ -152,6 +197,33 @@ class CapturedStep:
                 "the capture may be used instead"
             )
 
+    def _run(self) -> Any:
+        """Run the callable, and note on the device whether it overflowed."""
+        with torch.no_grad():
+            self._flags.zero_()
+        outputs = self._fn(*self._inputs)
+        with torch.no_grad():
+            self._sum_up()
+            self._num_overflowed.add_(self.overflow.to(torch.int64))
+        return outputs
+
+    def _sum_up(self, *_: object) -> None:
+        """Set `overflow` by what dispatches have flagged so far; also what an optimiser calls before its step."""
+        torch.amax(self._flags, dim=0, out=self.overflow)
+
+    def _require_open(self, what: str) -> None:
+        if self._closed:
+            raise CaptureError(f"the step captured at {self._graph.where} is closed and was {what}; capture another")
+
+    def _require_current(self) -> None:
+        for arena, memory in zip(self._arenas, self._memories, strict=True):
+            if arena.memory is not memory:
+                raise StaleGraphError(
+                    f"the step captured at {self._graph.where} uses generation {memory.number} of its arena "
+                    f"(recv_capacity_per_rank={memory.capacity_rows}), which grew at {arena.memory.where} and is at "
+                    f"generation {arena.generation} ({arena.memory.capacity_rows}): close this step and capture again"
+                )
+
     @contextmanager
     def _guard(self, phase: Literal["warm up", "record", "replay"]) -> Iterator[None]:
         """Mark the arenas as being captured by this step, with Python's collector off."""
@@ -159,13 +231,29 @@ class CapturedStep:
         gc.disable()
         self._graph.begin(phase)
         with ExitStack() as stack:
-            for arena in self._arenas:
-                stack.enter_context(arena.book.recording_into(self._graph))
+            for memory in self._memories:
+                stack.enter_context(memory.book.recording_into(self._graph))
+            for optimizer in self._skipping:
+                stack.enter_context(self._skipped_by(optimizer))
             try:
                 yield
             finally:
                 if collecting:
                     gc.enable()
+
+    @contextmanager
+    def _skipped_by(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Let a fused optimiser do nothing when a dispatch has overflowed, as a GradScaler does it.
+
+        Source: torch/optim/adamw.py of torch 2.13, `found_inf=getattr(self, "found_inf", None)`.
+        """
+        hook = optimizer.register_step_pre_hook(self._sum_up)
+        vars(optimizer)["found_inf"] = self.overflow
+        try:
+            yield
+        finally:
+            hook.remove()
+            vars(optimizer).pop("found_inf", None)
 
     def _take(self, inputs: tuple[Any, ...]) -> None:
         if len(inputs) != len(self._inputs):
@@ -176,29 +264,42 @@ class CapturedStep:
             for static, given in zip(self._inputs, inputs, strict=True):
                 _copy_into(static, given)
 
-    def _judge(self, position: int, now: _Counters) -> None:
-        arena, then = self._arenas[position], self._seen[position]
-        self._seen[position] = now
-        if now.num_early_reuses > then.num_early_reuses:
-            raise LeaseError(
-                f"a replay of the step captured at {self._graph.where} ran a backward whose dispatch had already been "
-                "followed by its backward: replay forward and backward graphs in turns, or plan more frames"
-            )
-        if now.num_bad_ids > then.num_bad_ids and arena.plan.config.validate_ids:
-            raise now.bad_id_error(arena)
-        if now.num_overflows > then.num_overflows:
-            self._overflowed(arena, now.num_overflows - then.num_overflows)
+    def _judge(self, counters: list[_Counters | None]) -> None:
+        """Raise, or report, what has happened since this was last called; None: the memory is gone."""
+        then, self._seen = self._seen, [now or old for now, old in zip(counters, self._seen, strict=True)]
+        overflowed = []
+        for memory, now, before in zip(self._memories, self._seen, then, strict=True):
+            if now.num_early_reuses > before.num_early_reuses:
+                raise LeaseError(
+                    f"a replay of the step captured at {self._graph.where} ran a backward whose dispatch had already "
+                    "been followed by its backward: replay forward and backward graphs in turns, or plan more frames"
+                )
+            if now.num_bad_ids > before.num_bad_ids and memory.plan.config.validate_ids:
+                raise now.bad_id_error(memory)
+            if now.num_overflows > before.num_overflows:
+                overflowed.append(memory)
+        if overflowed:  # here, or in another graph or an eager step: only then is our own number worth a read
+            seen, self._num_seen_overflowed = self._num_seen_overflowed, int(self._num_overflowed)
+            if self._num_seen_overflowed > seen:
+                self._overflowed(overflowed, self._num_seen_overflowed - seen)
 
-    def _overflowed(self, arena: Arena, times: int) -> None:
+    def _overflowed(self, memories: list[Generation], num_runs: int) -> None:
         action = self._on_overflow
-        if action is None:
-            action = "raise" if arena.plan.config.overflow_policy == "error" else "skip"
+        if action is None and any(memory.plan.config.overflow_policy == "error" for memory in memories):
+            action = "raise"
         if callable(action):
             action(self)
         elif action == "raise":
+            peaks = "; ".join(
+                f"up to {max(memory.demand_peaks())} rows on a rank and recv_capacity_per_rank is "
+                f"{memory.capacity_rows}"
+                for memory in memories
+            )
             raise CapacityError(
-                f"{times} dispatch(es) of a replay needed up to {arena.demand_peak_rows()} rows on a rank and "
-                f"recv_capacity_per_rank is {arena.plan.capacity_rows}: rows were dropped. Plan more and capture again"
+                f"{num_runs} replay(s) of the step captured at {self._graph.where} needed {peaks}: rows were dropped, "
+                "and what the step updates has seen that. Plan more and capture again, or capture with "
+                'on_overflow="skip", which leaves the update out, and repeat the step with step.rerun(), which grows '
+                "the arena"
             )
 
 
@@ -211,7 +312,7 @@ class _Counters:
         self.num_early_reuses = int(control.num_early_reuses)
         self.bad_id = (int(control.bad_rank), int(control.bad_token), int(control.bad_value))
 
-    def bad_id_error(self, arena: Arena) -> EpbufError:
+    def bad_id_error(self, arena: Generation) -> EpbufError:
         rank, token, value = self.bad_id
         return ConfigError(
             f"in a replay rank {rank} routed token {token} to expert {value}; ids lie in "
@@ -355,6 +456,21 @@ def _put_back_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> N
         tensor.grad.copy_(gradient)
 
 
+def _check_skip(restore: Sequence[Any]) -> None:
+    for optimizer in (item for item in restore if isinstance(item, torch.optim.Optimizer)):
+        name = type(optimizer).__name__
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ConfigError(
+                f'on_overflow="skip" needs optimisers that take found_inf, found {name} without; make it with '
+                "fused=True, or pass on_overflow=None and skip the update yourself where step.overflow is 1"
+            )
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise ConfigError(
+                f'on_overflow="skip" sets found_inf of the optimisers in restore, and {name} has one of yours; delete '
+                "it, or pass on_overflow=None and add step.overflow or recv.overflow to yours"
+            )
+
+
 def _check_arguments(
     arenas: tuple[Any, ...], inputs: object, restore: object, warmup: object, on_overflow: object
 ) -> None:  # fmt: skip
@@ -373,14 +489,17 @@ def _check_arguments(
         raise ConfigError(f"warmup must be an int of at least 0, found {warmup!r}")
     if not (on_overflow in (None, "raise", "skip") or callable(on_overflow)):
         raise ConfigError(f'on_overflow must be None, "raise", "skip" or a callable, found {on_overflow!r}')
+    if on_overflow == "skip":
+        assert isinstance(restore, list | tuple), "checked above"
+        _check_skip(restore)
 
 
-def _refuse_nested(arenas: tuple[Arena, ...]) -> None:
+def _refuse_nested(arenas: tuple[Arena, ...], call: str) -> None:
     for arena in arenas:
-        arena.require_open("CapturedStep.capture")
+        arena.require_open(call)
         if arena.book.recording is not None:
             raise CaptureError(
-                f"CapturedStep.capture inside the capture begun at {arena.book.recording.where}: captures do not nest; "
+                f"{call} inside the capture begun at {arena.book.recording.where}: captures do not nest; "
                 "capture this step on its own, before or after"
             )
 

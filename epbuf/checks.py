@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epbuf import _C
-from epbuf.arena import Arena
+from epbuf.arena import Generation
 from epbuf.config import Payload
 from epbuf.errors import ConfigError, EpbufError, LeaseError
 from epbuf.lease import Ticket
@@ -43,14 +43,14 @@ def refusal_of(error: BaseException | None) -> int:
     return getattr(error, "refusal", 0) or int(_C.Refusal.INTERNAL)
 
 
-def are_placed(arena: Arena, needed: Iterable[object], optional: Iterable[object]) -> bool:
+def are_placed(arena: Generation, needed: Iterable[object], optional: Iterable[object]) -> bool:
     """Tell at once what `check_places` spells out: whether every argument is a plain tensor on the arena's device."""
     device = arena.device
     given = (*needed, *(value for value in optional if value is not None))
     return all(type(value) in _PLAIN and value.device == device for value in given)  # type: ignore[attr-defined]
 
 
-def check_places(arena: Arena, needed: Mapping[str, object], optional: Mapping[str, object]) -> None:
+def check_places(arena: Generation, needed: Mapping[str, object], optional: Mapping[str, object]) -> None:
     """Every argument is a tensor on the arena's device, or an optional None.
 
     These cannot wait for the op: its schema takes tensors only, and a meta tensor would never reach our kernel.
@@ -83,7 +83,7 @@ class Tokens:
         return self.x_scales is not None or self.x_row_scales is not None
 
 
-def check_sent(arena: Arena, sent: Tokens, frame: int) -> None:
+def check_sent(arena: Generation, sent: Tokens, frame: int) -> None:
     """Check all tensors of a dispatch."""
     takes_tokens = not sent.has_scales and arena.recv_payload.format != "raw"
     if not (takes_tokens and is_plain_dispatch(arena, sent.x, sent.topk_idx, sent.topk_weights)):
@@ -94,7 +94,7 @@ def check_sent(arena: Arena, sent: Tokens, frame: int) -> None:
 
 
 def is_plain_dispatch(
-    arena: Arena, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
+    arena: Generation, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
 ) -> bool:  # fmt: skip
     """Tell in few reads what nearly every dispatch brings: gapless tensors that none of the checks can refuse.
 
@@ -111,7 +111,7 @@ def is_plain_dispatch(
     )
 
 
-def is_plain_combine(arena: Arena, expert_out: torch.Tensor, topk_weights: torch.Tensor | None) -> bool:
+def is_plain_combine(arena: Generation, expert_out: torch.Tensor, topk_weights: torch.Tensor | None) -> bool:
     """Tell in few reads what nearly every combine brings: gapless [C, H] rows outside the window, dense weights."""
     capacity = arena.capacity_rows
     return (
@@ -121,7 +121,7 @@ def is_plain_combine(arena: Arena, expert_out: torch.Tensor, topk_weights: torch
     )
 
 
-def _are_plain_rows(arena: Arena, rows: torch.Tensor) -> bool:
+def _are_plain_rows(arena: Generation, rows: torch.Tensor) -> bool:
     """Tell whether rows [n, H] are gapless, aligned, outside the window, and have memory."""
     if rows.stride() != arena.row_strides or rows.dtype != arena.token_dtype:
         return False
@@ -146,7 +146,7 @@ def _is_plain(tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.
     )
 
 
-def check_dispatch_order(arena: Arena, frame: int, lease: int) -> None:
+def check_dispatch_order(arena: Generation, frame: int, lease: int) -> None:
     """One dispatch per living lease."""
     if arena.book.may_dispatch(frame, lease):
         return
@@ -161,12 +161,12 @@ def check_dispatch_order(arena: Arena, frame: int, lease: int) -> None:
     )
 
 
-def is_encoded(arena: Arena, sent: Tokens) -> bool:
+def is_encoded(arena: Generation, sent: Tokens) -> bool:
     """Tell whether a dispatch brings rows that are in the format of the payload already."""
     return arena.recv_payload.format != "same" and (sent.has_scales or sent.x.dtype != arena.token_dtype)
 
 
-def check_tokens(arena: Arena, sent: Tokens, frame: int) -> torch.Tensor:
+def check_tokens(arena: Generation, sent: Tokens, frame: int) -> torch.Tensor:
     """Check x [T, H] token dtype, or encoded with its scales; row-strided, outside the regions that dispatch writes."""
     if arena.recv_payload.format == "same":
         check_no_scales(arena, sent)
@@ -186,14 +186,14 @@ def check_tokens(arena: Arena, sent: Tokens, frame: int) -> torch.Tensor:
     return rows
 
 
-def _check_outside_received(arena: Arena, name: str, tensor: torch.Tensor, frame: int) -> None:
+def _check_outside_received(arena: Generation, name: str, tensor: torch.Tensor, frame: int) -> None:
     for region in ("recv_tokens", "recv_scales", "recv_row_scales"):
         if arena.has_region(region):
             _check_outside(arena, name, tensor, region, frame if arena.recv_in_frame else None)
     _check_outside(arena, name, tensor, "recv_topk_weights", frame)
 
 
-def _brings_encoded(arena: Arena, sent: Tokens) -> bool:
+def _brings_encoded(arena: Generation, sent: Tokens) -> bool:
     """Tell how to read x; refuse a mixture of both ways."""
     payload, data = arena.recv_payload, arena.received(0).data
     if payload.format == "same":
@@ -209,7 +209,7 @@ def _brings_encoded(arena: Arena, sent: Tokens) -> bool:
     return payload.format == "raw" or sent.x.dtype == data.dtype
 
 
-def _check_encoded(arena: Arena, sent: Tokens) -> torch.Tensor:
+def _check_encoded(arena: Generation, sent: Tokens) -> torch.Tensor:
     """Check x [T, packed] in the payload's data dtype and its scales."""
     payload, like = arena.recv_payload, arena.received(0)
     x = _rows(arena, "x", sent.x, like.data.shape[1], like.data.dtype)
@@ -264,19 +264,19 @@ def _shaped(name: str, value: object, shape: tuple[int, ...], dtypes: tuple[torc
     return tensor
 
 
-def check_topk_idx(arena: Arena, topk_idx: object, num_tokens: int) -> torch.Tensor:
+def check_topk_idx(arena: Generation, topk_idx: object, num_tokens: int) -> torch.Tensor:
     """Check topk_idx [T, K] int32 or int64 with dense rows."""
     return _per_topk(arena, "topk_idx", topk_idx, num_tokens, _ID_DTYPES)
 
 
-def check_topk_weights(arena: Arena, topk_weights: object, num_tokens: int) -> torch.Tensor | None:
+def check_topk_weights(arena: Generation, topk_weights: object, num_tokens: int) -> torch.Tensor | None:
     """Check topk_weights [T, K] float32 with dense rows, or None."""
     if topk_weights is None:
         return None
     return _per_topk(arena, "topk_weights", topk_weights, num_tokens, (torch.float32,))
 
 
-def check_live_tokens(arena: Arena, num_tokens: object) -> torch.Tensor | None:
+def check_live_tokens(arena: Generation, num_tokens: object) -> torch.Tensor | None:
     """Check num_tokens [1] int32 or int64 on the arena's device, or None."""
     if num_tokens is None:
         return None
@@ -288,7 +288,7 @@ def check_live_tokens(arena: Arena, num_tokens: object) -> torch.Tensor | None:
     return live
 
 
-def check_no_scales(arena: Arena, sent: Tokens) -> None:
+def check_no_scales(arena: Generation, sent: Tokens) -> None:
     """Refuse scales where the payload has none."""
     if sent.has_scales:
         refuse(
@@ -312,7 +312,7 @@ def check_combine_order(ticket: Ticket | None, frame: int) -> Ticket:
     return ticket
 
 
-def check_expert_out(arena: Arena, expert_out: object, ticket: Ticket, workspace: int) -> bool:
+def check_expert_out(arena: Generation, expert_out: object, ticket: Ticket, workspace: int) -> bool:
     """Check expert_out [C, H] (or the rows of trim()); tell whether it is our own region."""
     rows = _rows(arena, "expert_out", expert_out)
     capacity = arena.capacity_rows
@@ -331,7 +331,7 @@ def check_expert_out(arena: Arena, expert_out: object, ticket: Ticket, workspace
     return False
 
 
-def check_row_weights(arena: Arena, topk_weights: object, num_rows: int, in_window: bool) -> torch.Tensor | None:
+def check_row_weights(arena: Generation, topk_weights: object, num_rows: int, in_window: bool) -> torch.Tensor | None:
     """Check combine's topk_weights [C] float32 (or the rows of trim()), or None."""
     if topk_weights is None:
         return None
@@ -359,7 +359,7 @@ def check_row_weights(arena: Arena, topk_weights: object, num_rows: int, in_wind
     return weights
 
 
-def check_raw_grad(arena: Arena, raw_grad: bool, topk_weights: object) -> None:
+def check_raw_grad(arena: Generation, raw_grad: bool, topk_weights: object) -> None:
     """Raw gradients exist for an encoded payload only, and nobody could multiply them; raw bytes are always raw."""
     payload = arena.grad_payload.format
     if not raw_grad:
@@ -387,7 +387,7 @@ def check_raw_grad(arena: Arena, raw_grad: bool, topk_weights: object) -> None:
         )
 
 
-def check_out(arena: Arena, out: object, num_tokens: int, expert_out: torch.Tensor) -> torch.Tensor:
+def check_out(arena: Generation, out: object, num_tokens: int, expert_out: torch.Tensor) -> torch.Tensor:
     """Check a caller's y [T, H]: outside the window and expert_out, each row its own."""
     rows = _rows(arena, "out", out)
     if rows.shape[0] != num_tokens:
@@ -412,7 +412,7 @@ def check_out_grad(out: torch.Tensor) -> None:
         refuse(_C.Refusal.ARGUMENT, ConfigError("out is a leaf that requires grad and would be overwritten; detach it"))
 
 
-def check_gradient(arena: Arena, name: str, grad: object, num_rows: int) -> torch.Tensor:
+def check_gradient(arena: Generation, name: str, grad: object, num_rows: int) -> torch.Tensor:
     """Check a gradient of rows [num_rows, H] of the token dtype."""
     rows = _rows(arena, name, grad)
     if rows.shape[0] != num_rows:
@@ -421,7 +421,7 @@ def check_gradient(arena: Arena, name: str, grad: object, num_rows: int) -> torc
 
 
 def _rows(
-    arena: Arena, name: str, value: object, width: int | None = None, dtype: torch.dtype | None = None
+    arena: Generation, name: str, value: object, width: int | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Check rows [n, H] of the token dtype, or of a payload: dense, base and stride multiples of 16 bytes."""
     rows = _tensor(name, value)
@@ -455,7 +455,9 @@ def _rows(
     return rows
 
 
-def _per_topk(arena: Arena, name: str, value: object, num_tokens: int, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+def _per_topk(
+    arena: Generation, name: str, value: object, num_tokens: int, dtypes: tuple[torch.dtype, ...]
+) -> torch.Tensor:
     tensor = _tensor(name, value)
     num_topk = arena.num_topk
     if tensor.shape != (num_tokens, num_topk):
@@ -509,7 +511,7 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_outside(arena: Arena, name: str, tensor: torch.Tensor, region_name: str, index: int | None) -> None:
+def _check_outside(arena: Generation, name: str, tensor: torch.Tensor, region_name: str, index: int | None) -> None:
     """Refuse a tensor that shares bytes with a region; index None: with any of that name."""
     if not arena.covers(tensor.data_ptr()):
         return  # the window is an allocation of its own: what begins elsewhere does not reach into it

@@ -1,8 +1,11 @@
-"""The `epbuf` command: `plan` sizes a window, `demo` and `bench` run what lies in the checkout's graphs/."""
+"""The `epbuf` command: `plan` sizes a window, `report` shows a saved report of an arena, `demo` and `bench` run what
+lies in the checkout's graphs/.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ from rich.console import Console
 from epbuf.config import EpConfig, Payload
 from epbuf.errors import ConfigError
 from epbuf.plan import Plan
+from epbuf.report import report_tables
 from epbuf.schedule import Schedule
 
 # Source: config.json of each model's public release (routed experts, experts per token, hidden size).
@@ -54,6 +58,18 @@ def plan(model: str | None, schedule: str, as_json: bool, svg: Path | None, **va
     typer.echo(result.to_json() if as_json else str(result))
 
 
+def report(path: Annotated[Path, typer.Argument(metavar="FILE", help="JSON of Arena.report().")]) -> None:
+    """Show a saved report of an arena as tables: frames and their users, graphs, bytes, generations."""
+    try:
+        tables = report_tables(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is not the JSON of a report ({type(error).__name__}: {error}); write json.dumps(arena.report()) "
+            "into a file and pass that"
+        ) from None
+    Console().print(tables)
+
+
 def demo(context: typer.Context) -> None:
     """Train a small mixture-of-experts language model with captured steps (graphs/train_loop.py)."""
     _run_script("train_loop.py", context.args)
@@ -74,6 +90,7 @@ def make_app() -> typer.Typer:
     """Return the command line as a typer application."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, help=__doc__)
     app.command()(_with_flags(plan))
+    app.command()(report)
     app.command(context_settings=_PASS_ON)(demo)
     app.command(context_settings=_PASS_ON)(bench)
     return app

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import Literal, NoReturn, Protocol, cast
+from typing import Any, Literal, NoReturn, Protocol, cast
 
 import torch
 
@@ -70,6 +70,7 @@ class Graph:
     thread: int = field(default_factory=threading.get_ident)
     acquired: list[int] = field(default_factory=list)
     phase: Phase = "record"
+    flags: dict[int, torch.Tensor] = field(default_factory=dict)  # arena handle -> [num_frames] float32
     _replayed: int | None = None
 
     def begin(self, phase: Phase) -> None:
@@ -172,6 +173,13 @@ class LeaseBook:
             chosen.lease, chosen.dispatched = serial, False
             self.num_frames_high_water = max(self.num_frames_high_water, self._num_busy)
             return chosen.index, serial
+
+    def acquire_like(self, frame: int, where: str) -> tuple[int, int]:
+        """Claim the frame of that number if it is free, else the lowest free one; as `acquire` otherwise."""
+        with self._lock:
+            self._apply_ended()
+            is_free = frame < len(self._frames) and not self._is_busy(self._frames[frame])
+            return self.acquire(frame if is_free else None, where)
 
     def end(self, serial: int) -> None:
         """End a claim; ending it twice is harmless."""
@@ -307,6 +315,16 @@ class LeaseBook:
         finally:
             self._guard = None
 
+    def note_overflow(self, frame: int, overflow: torch.Tensor) -> None:
+        """Add what a dispatch flagged to the flags of the step that runs, if one does, in stream order.
+
+        One flag a frame: dispatches of one frame are ordered, those of two may run side by side on two streams.
+        """
+        flags = self._guard.flags.get(self.handle) if self._guard is not None else None
+        if flags is not None:
+            flag = flags[frame]
+            torch.maximum(flag, overflow[0], out=flag)
+
     def live_graphs(self) -> list[Graph]:
         """Return the graphs that still hold memory of the arena."""
         with self._lock:
@@ -319,6 +337,22 @@ class LeaseBook:
             self._apply_ended()
             found = [(f.index, c.kind, c.where) for f in self._frames for c in f.claims.values()]
         yield from found
+
+    def frames(self) -> list[dict[str, Any]]:
+        """Describe every frame as plain data: who claims it since where, its workspaces, which graphs hold it."""
+        with self._lock:
+            self._apply_ended()
+            self._forget_dead_graphs()
+            return [
+                {
+                    "frame": frame.index,
+                    "claims": [{"kind": claim.kind, "where": claim.where} for claim in frame.claims.values()],
+                    "workspaces": dict(frame.workspace),
+                    "held_by": [graph.where for graph in self.graphs.values() if frame.index in graph.frames],
+                    "reserved_by": sorted(self.graphs[k].where for k in frame.reserved_by if k in self.graphs),
+                }
+                for frame in self._frames
+            ]
 
     def newest_serial(self) -> int:
         """Return the number of the youngest claim; later claims have larger ones."""
@@ -492,6 +526,14 @@ def read_ticket(ticket: torch.Tensor) -> tuple[int, int]:
     return word & 0xFFFFFFFF, word >> 32
 
 
+def _make_token(book: LeaseBook, frame: int, serial: int) -> torch.Tensor:
+    """Make the tensor by which ops know a lease.
+
+    Shapes: [3] int64 cpu: arena handle, frame, serial.
+    """
+    return torch.frombuffer(bytearray(_TOKEN.pack(book.handle, frame, serial)), dtype=torch.int64)
+
+
 class Lease:
     """Exclusive right to one frame, for one dispatch and what follows from it.
 
@@ -513,8 +555,7 @@ class Lease:
         self.frame, self.serial = book.acquire(frame, self.where)
         self.arena = arena
         self.book = book
-        token = bytearray(_TOKEN.pack(book.handle, self.frame, self.serial))
-        self.token = torch.frombuffer(token, dtype=torch.int64)
+        self.token = _make_token(book, self.frame, self.serial)
         self.ticket: torch.Tensor | None = None
         self.num_tokens = 0
         self.sent: tuple[torch.Tensor | None, ...] = ()  # what a dispatch in combine's backward sends again
@@ -534,6 +575,17 @@ class Lease:
         self.released = True
         self.ticket = None
         self.book.end(self.serial)
+
+    def move(self, arena: Regions, book: LeaseBook) -> None:
+        """Go on, before dispatch, with a frame of newer memory: that of the same number if it is free.
+
+        Raises:
+            LeaseError: every frame there is in use; nothing has changed.
+        """
+        frame, serial = book.acquire_like(self.frame, self.where)
+        self.book.end(self.serial)
+        self.arena, self.book, self.frame, self.serial = arena, book, frame, serial
+        self.token = _make_token(book, frame, serial)
 
     def __del__(self) -> None:
         if not self.released:

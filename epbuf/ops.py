@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from epbuf import _C
-from epbuf.arena import Arena, arena_of
+from epbuf.arena import Generation, arena_of
 from epbuf.checks import (
     ROW_ALIGNMENT,
     Tokens,
@@ -83,7 +83,7 @@ class Attempt:
         return 0
 
 
-def _settle(arena: Arena, outcome: _C.Outcome, attempt: Attempt, op: str) -> None:
+def _settle(arena: Generation, outcome: _C.Outcome, attempt: Attempt, op: str) -> None:
     """Raise what this rank, a peer, or a wait has to say about a call.
 
     Raises:
@@ -149,7 +149,9 @@ def dispatch(
     _push(arena, state, Place(frame, workspace, refusal), sent, attempt)
 
 
-def _expect_encoded(arena: Arena, given: Encoded, wanted: Encoded, names: tuple[str, str, str], index: int) -> None:
+def _expect_encoded(
+    arena: Generation, given: Encoded, wanted: Encoded, names: tuple[str, str, str], index: int
+) -> None:
     """Check that tensors are the regions of rows in a payload, each of those that exist."""
     pairs = zip(names, _parts(given), _parts(wanted), strict=True)
     for name, tensor, region in pairs:
@@ -181,8 +183,13 @@ def is_direct() -> bool:
 
 def route_and_dispatch(lease: Lease, tokens: Tokens) -> tuple[Encoded, torch.Tensor, torch.Tensor]:
     """Do what the ops route and dispatch do, in one call; return the regions of rows and weights, and the ticket."""
-    arena, frame = cast(Arena, lease.arena), lease.frame
+    arena, frame = cast(Generation, lease.arena), lease.frame
     state, place = _route(arena, frame, lease.serial, arena.routed(frame), tokens)
+    while arena.grower is not None and (num_rows := _missing_rows(arena, state)):
+        arena.book.cancel_ticket(state)
+        arena.grower(lease, num_rows)
+        arena, frame = cast(Generation, lease.arena), lease.frame
+        state, place = _route(arena, frame, lease.serial, arena.routed(frame), tokens)
     ticket = make_ticket_tensor(arena.book, state.serial)
     filled = arena.received(frame if arena.recv_in_frame else place.workspace)
     recv_topk_weights = arena.region("recv_topk_weights", frame)
@@ -192,17 +199,34 @@ def route_and_dispatch(lease: Lease, tokens: Tokens) -> tuple[Encoded, torch.Ten
     return filled, recv_topk_weights, ticket
 
 
+def _missing_rows(arena: Generation, ticket: Ticket) -> int:
+    """Return how many rows a routed dispatch needs if those are more than C, else 0. One host read on CUDA.
+
+    A round that a peer refused says nothing about rows, and its rank does not come to grow: all raise instead.
+    """
+    if arena.book.recording is not None:
+        return 0
+    error = _read_round(arena, ticket)
+    if error is not None:
+        arena.book.cancel_ticket(ticket)
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+    return ticket.overflowed[1] if ticket.overflowed is not None else 0
+
+
 def combine_lease(
     lease: Lease, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
     """Do what the op combine does, into a new tensor where `out` is None."""
-    arena = cast(Arena, lease.arena)
+    arena = cast(Generation, lease.arena)
     arena.require_open("combine")
     return _pull(arena, lease.frame, lease.ticket, expert_out, topk_weights, out)
 
 
 def _route(
-    arena: Arena, frame: int, lease: int, regions: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tokens: Tokens
+    arena: Generation, frame: int, lease: int, regions: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tokens: Tokens
 ) -> tuple[Ticket, Place]:
     arena.raise_pending()
     book, attempt, x = arena.book, Attempt(), tokens.x
@@ -227,22 +251,23 @@ def _route(
     ticket = book.open_ticket(frame, lease, x.shape[0], arena.capacity_rows, graph)
     ticket.control, ticket.workspace = control, place.workspace
     _remember(ticket, outcome)
+    book.note_overflow(frame, regions[2])
     return ticket, place
 
 
-def _expect_routed(arena: Arena, frame: int, regions: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+def _expect_routed(arena: Generation, frame: int, regions: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     for name, region in zip(("offs", "counts", "overflow"), regions, strict=True):
         arena.expect(name, frame, region)
 
 
-def _push(arena: Arena, state: Ticket, place: Place, sent: Tokens, attempt: Attempt) -> None:
+def _push(arena: Generation, state: Ticket, place: Place, sent: Tokens, attempt: Attempt) -> None:
     graph = arena.book.touch(state.frame, state.recorded_in)
     rows = Encoded(sent.x, sent.x_scales, sent.x_row_scales) if is_encoded(arena, sent) else sent.x
     outcome = arena.engine.dispatch(place, rows, sent.topk_weights)
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
     _settle(arena, outcome, attempt, "dispatch")
-    if not arena.may_refuse_result or graph is not None:
+    if graph is not None or not (arena.may_refuse_result or arena.grower is not None):
         return
     attempt.error = _read_round(arena, state) or _policy_error(arena, state)
     if attempt.error is not None:
@@ -251,7 +276,7 @@ def _push(arena: Arena, state: Ticket, place: Place, sent: Tokens, attempt: Atte
 
 
 def _pull(
-    arena: Arena, frame: int, ticket: torch.Tensor | None, expert_out: torch.Tensor,
+    arena: Generation, frame: int, ticket: torch.Tensor | None, expert_out: torch.Tensor,
     topk_weights: torch.Tensor | None, out: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     arena.raise_pending()
@@ -362,7 +387,7 @@ def redispatch(
         raise
 
 
-def _remember_versions(arena: Arena, state: Ticket, filled: Encoded) -> None:
+def _remember_versions(arena: Generation, state: Ticket, filled: Encoded) -> None:
     """Note the versions that a later dispatch gives back; no dispatch gets one that another had before it."""
     if arena.recomputes:
         state.versions = arena.new_versions(state.workspace, filled.regions)
@@ -428,7 +453,7 @@ def decode(
     _decode(arena, Place(state.frame, -1), Encoded(tokens, scales, row_scales), out, is_grad=False)
 
 
-def _decode(arena: Arena, place: Place, rows: Encoded, out: torch.Tensor, *, is_grad: bool) -> None:
+def _decode(arena: Generation, place: Place, rows: Encoded, out: torch.Tensor, *, is_grad: bool) -> None:
     """Decode rows below offs[-1]; of fewer rows than C, those of trim(), the others become 0."""
     if out.shape[0] != arena.capacity_rows:
         out.zero_()
@@ -463,20 +488,20 @@ def refuse_combine(lease: Lease, attempt: Attempt) -> None:
     _complete_combine(arena, frame, workspace, attempt)
 
 
-def _complete_combine(arena: Arena, frame: int, workspace: int, attempt: Attempt) -> None:
+def _complete_combine(arena: Generation, frame: int, workspace: int, attempt: Attempt) -> None:
     place = Place(frame, workspace, refusal_of(attempt.error))
     outcome = arena.engine.combine(place, Rows(in_window=True), None, arena.new_token_rows(0))
     _settle(arena, outcome, attempt, "combine")
 
 
-def _claim(arena: Arena, frame: int, direction: Direction, index: int | None = None) -> int:
+def _claim(arena: Generation, frame: int, direction: Direction, index: int | None = None) -> int:
     try:
         return arena.book.claim_workspace(frame, direction, index)
     except LeaseError as error:
         refuse(_C.Refusal.WORKSPACE, error)
 
 
-def state_of(ticket: torch.Tensor) -> tuple[Arena, Ticket]:
+def state_of(ticket: torch.Tensor) -> tuple[Generation, Ticket]:
     """Return the arena and the record behind a ticket tensor.
 
     Raises:
@@ -487,7 +512,7 @@ def state_of(ticket: torch.Tensor) -> tuple[Arena, Ticket]:
     return arena, arena.book.ticket(serial)
 
 
-def _fill(arena: Arena, rows: Rows, name: str, tensor: torch.Tensor | None, workspace: int) -> None:
+def _fill(arena: Generation, rows: Rows, name: str, tensor: torch.Tensor | None, workspace: int) -> None:
     rows.in_window = tensor is not None and tensor.data_ptr() == arena.address(name, workspace)
     rows.tensor = None if rows.in_window else tensor
 
@@ -499,16 +524,16 @@ def _remember(ticket: Ticket, outcome: _C.Outcome) -> None:
         ticket.bad_id = (outcome.bad_rank, outcome.bad_token, outcome.bad_value)
 
 
-def _control_before(arena: Arena) -> torch.Tensor | None:
+def _control_before(arena: Generation) -> torch.Tensor | None:
     """Copy this rank's own words in stream order, where an eager dispatch must tell what its round adds to them.
 
     The COUNT cells say it too, but a faster peer may overwrite them as soon as this rank has dispatched.
     """
-    needed = arena.may_refuse_result and not arena.engine.synchronous
+    needed = (arena.may_refuse_result or arena.grower is not None) and not arena.engine.synchronous
     return arena.region("control").clone() if needed else None
 
 
-def _read_round(arena: Arena, ticket: Ticket) -> EpbufError | None:
+def _read_round(arena: Generation, ticket: Ticket) -> EpbufError | None:
     """Read what an eager dispatch on CUDA recorded: the one host read, made only where a policy asks for it.
 
     Notes overflow and bad ids in the ticket; returns what poisoned the arena, or a rank that refused has to say.
@@ -529,7 +554,7 @@ def _read_round(arena: Arena, ticket: Ticket) -> EpbufError | None:
     return None
 
 
-def _policy_error(arena: Arena, ticket: Ticket) -> EpbufError | None:
+def _policy_error(arena: Generation, ticket: Ticket) -> EpbufError | None:
     """Return what an eager dispatch must raise, on every rank, once its round is complete."""
     config = arena.plan.config
     if ticket.bad_id is not None and config.validate_ids:
@@ -538,11 +563,18 @@ def _policy_error(arena: Arena, ticket: Ticket) -> EpbufError | None:
             f"rank {rank} routes token {token} to expert {value}; ids lie in [0, num_experts={config.num_experts}), "
             "and a negative id means no expert"
         )
-    if ticket.overflowed is not None and config.overflow_policy == "error":
-        rank, rows = ticket.overflowed
+    if ticket.overflowed is None:
+        return None
+    found = "rank {} needs {} rows (padding included)".format(*ticket.overflowed)
+    if arena.grower is not None:
         return CapacityError(
-            f"rank {rank} needs {rows} rows (padding included) and recv_capacity_per_rank is "
-            f'{arena.plan.capacity_rows}; plan more, balance the router, or use overflow_policy="drop"'
+            f"{found} and recv_capacity_per_rank is {arena.plan.capacity_rows}: a dispatch in compiled code, or under "
+            'a torch dispatch mode, cannot grow the arena; run it eagerly, for example with stance("force_eager")'
+        )
+    if config.overflow_policy == "error":
+        return CapacityError(
+            f"{found} and recv_capacity_per_rank is {arena.plan.capacity_rows}; plan more, balance the router, or use "
+            'overflow_policy="drop"'
         )
     return None
 

@@ -200,6 +200,12 @@ class Plan:
         """Bytes of block scales in a row that combine's backward sends, padding included."""
         return self.config.combine_grad_payload.scale_row_bytes_for(self.config.hidden)
 
+    def bytes_by_lifetime(self) -> dict[str, int]:
+        """Return the bytes of all sets of each lifetime, alignment gaps included; their sum is `total_bytes`."""
+        sizes = {str(word): _span(sets[0]) * len(sets) for word, sets in self._sets.items()}
+        assert sum(sizes.values()) == self.total_bytes, (sizes, self.total_bytes)
+        return sizes
+
     def window_nbytes(self, rows: int) -> int:
         """Return the bytes of `rows` received rows: data, then block scales, then row scales, without gaps.
 

@@ -183,6 +183,28 @@ def test_hundred_steps_are_no_early_reuse(single: epbuf.Arena) -> None:
     assert single.report()["num_early_reuses"] == 0
 
 
+def _weighted(arena: epbuf.Arena, x: Tensor, weights: Tensor) -> Tensor:
+    with arena.acquire() as lease:
+        recv = epbuf.dispatch(lease, x, CASE.topk_idx[0], weights)
+        rows = torch.where(recv.row_mask()[:, None], recv.tokens, 0) * 2.0
+        return epbuf.combine(lease, rows, topk_weights=recv.topk_weights)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
+def test_weighted_combine_in_a_checkpoint(single: epbuf.Arena, reentrant: bool) -> None:
+    """The second pass writes the received weights again: its gradients are those of a plain step, and none is left."""
+    drawn = draw_inputs(CASE, 0, False)
+    grads = []
+    for run_layer in (_weighted, lambda *layer: checkpoint(_weighted, *layer, use_reentrant=reentrant)):
+        x, weights = drawn.x.clone().requires_grad_(), drawn.topk_weights.clone().requires_grad_()
+        run_layer(single, x, weights).backward(drawn.dy)
+        assert x.grad is not None and weights.grad is not None
+        grads.append((x.grad, weights.grad))
+    for found, want in zip(grads[1], grads[0], strict=True):
+        assert_same(found, want, "gradient")
+    assert_all_free(single)
+
+
 def _received_for_logging(arena: epbuf.Arena) -> list[float]:
     """Keep the last step's Received while the next step runs."""
     peaks, last = [], None

@@ -64,7 +64,8 @@ def test_recorded_ops_hold_their_memory(arena: epbuf.Arena) -> None:
     with arena.book.recording_into(life.graph):
         _, y = forward(arena)
         backward(y)
-    assert arena.report()["graphs"] == [{"where": "step.py:1", "frames": [0]}]
+    [graph] = arena.report()["graphs"]
+    assert (graph["where"], graph["frames"], graph["is_stale"]) == ("step.py:1", [0], False)
     life.alive = False
     assert arena.report()["graphs"] == []
 

@@ -19,7 +19,7 @@ TABLE = (
     ("errors",),
     ("config", "schedule", "memory_map"),
     ("plan",),
-    ("reference", "accounting", "windows"),
+    ("reference", "accounting", "growth", "report", "windows"),
     ("engine",),
     ("lease", "debug"),  # a lease knows its arena by a protocol
     ("arena",),  # acquire() makes leases

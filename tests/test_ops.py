@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from ranks import raised, virtual
-from rounds import draw_inputs
+from rounds import assert_same, draw_inputs
 from routings import base_config, named_case
 from torch import Tensor
 
@@ -53,7 +54,7 @@ class Enqueuing:
 def open_enqueuing(group: Any, **changes: Any) -> epbuf.Arena:
     config = base_config(2, recv_capacity_per_rank=CASE.config.recv_capacity_per_rank, **changes)
     arena = epbuf.Arena.open(epbuf.Plan.build(config), group)
-    arena.engine = Enqueuing(arena)
+    arena.memory.engine = Enqueuing(arena)
     return arena
 
 
@@ -136,3 +137,37 @@ def _refused_combine(rank: int, group: Any) -> str:
 
 def test_refusal_of_a_peer_is_not_hidden_by_an_overflow_before() -> None:
     assert "rank 0 refused combine" in virtual(2, _refused_combine)[1]
+
+
+def _grows(rank: int, group: Any, enqueues: bool) -> tuple[str, list[int], Tensor]:
+    """Overflow once without growing, which leaves the frame's flag set; let a peer refuse; then grow."""
+    x, ids = draw_inputs(CASE, rank, True).x, CASE.topk_idx[rank]
+    opens = open_enqueuing if enqueues else open_plainly
+    with opens(group) as arena, arena.growing(), torch.no_grad():
+        arena.memory.grower, grower = None, arena.memory.grower
+        with arena.acquire() as lease:
+            epbuf.dispatch(lease, x, ids)
+        arena.memory.grower = grower
+        message = dispatch_error(arena, ConfigError, x.double() if rank == 0 else x, ids)
+        capacities = [arena.capacity_rows]
+        with arena.acquire() as lease:
+            recv = epbuf.dispatch(lease, x, ids)
+            capacities += [arena.capacity_rows, int(recv.overflow)]
+            y = epbuf.combine(lease, recv.tokens)
+            del recv
+        return message, capacities, y
+
+
+def open_plainly(group: Any) -> epbuf.Arena:
+    return epbuf.Arena.open(epbuf.Plan.build(CASE.config), group)
+
+
+@pytest.mark.parametrize("enqueues", [False, True], ids=["synchronous", "enqueuing"])
+def test_growing_dispatch_reads_its_own_round_and_is_not_misled_by_a_refused_one(enqueues: bool) -> None:
+    capacity = CASE.config.recv_capacity_per_rank
+    assert capacity is not None
+    for rank, (message, capacities, y) in enumerate(virtual(2, _grows, enqueues)):
+        assert "dtype" in message if rank else "float64" in message
+        assert capacities == [capacity, capacity + 1, 0]
+        wanted = draw_inputs(CASE, rank, True).x * (CASE.topk_idx[rank] >= 0).sum(1, keepdim=True)
+        assert_same(y, wanted, f"y of rank {rank}")

@@ -48,7 +48,7 @@ class HostWindow:
         return torch.frombuffer(self._bytes[offset : offset + nbytes], dtype=torch.uint8)
 
     def close(self) -> None:
-        self._segments = []
+        self._segments, self._bytes = [], memoryview(b"")
 
 
 def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
