@@ -764,6 +764,8 @@ class Arena:
         else:
             self._group.barrier()  # a route that no dispatch follows: all have read its counts before anyone goes on
         lease.move(self.memory, self.memory.book)
+        if self.memory.debug is not None:
+            self.memory.hand_out(lease, self.memory.debug)
 
     def _free_unused(self) -> None:
         if self.memory.engine.synchronous:

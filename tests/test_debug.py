@@ -259,3 +259,16 @@ def test_busy_frame_is_not_poisoned(arena: epbuf.Arena) -> None:
         with pytest.raises(LeaseError):
             arena.acquire(0)
         assert torch.equal(epbuf.combine(lease, recv.tokens), x * TOPK)
+
+
+def test_memory_of_a_growth_is_debugged_too() -> None:
+    """The frame that a growing dispatch goes on in is poisoned and watched like the one it was acquired in."""
+    with open_arena(recv_capacity_per_rank=4) as arena:
+        x, ids = draw(arena)
+        with arena.growing():
+            y = echo(arena, x, ids)
+        assert arena.generation == 1 and torch.equal(y, x * TOPK)
+        assert arena.debug is not None and [out.frame for out in arena.debug.hand_outs] == [0]
+        echo(arena, x[:4], ids[:4], lambda lease, end: lease.recv_tokens[end:].zero_())
+        with pytest.raises(NativeError, match="past"):
+            echo(arena, x, ids)
