@@ -14,10 +14,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from epbuf import _C, ops
-from epbuf.arena import Generation, as_bytes
 from epbuf.checks import Tokens, are_placed, check_out_grad, check_places, check_raw_grad
 from epbuf.engine import Encoded
 from epbuf.errors import ConfigError, LeaseError
+from epbuf.generation import Generation, as_bytes
 from epbuf.lease import Lease, refuse_while_recording
 
 

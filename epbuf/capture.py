@@ -17,8 +17,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from epbuf import _C
-from epbuf.arena import Arena, Generation
+from epbuf.arena import Arena
 from epbuf.errors import CapacityError, CaptureError, ConfigError, EpbufError, LeaseError, StaleGraphError
+from epbuf.generation import Generation
 from epbuf.lease import Graph, caller
 
 OnOverflow: TypeAlias = 'Literal["raise", "skip"] | Callable[[CapturedStep], None]'

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epbuf import _C
-from epbuf.arena import Generation
 from epbuf.config import Payload
 from epbuf.errors import ConfigError, EpbufError, LeaseError
+from epbuf.generation import Generation
 from epbuf.lease import Ticket
 
 _Error = TypeVar("_Error", bound=EpbufError)

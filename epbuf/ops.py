@@ -17,7 +17,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from epbuf import _C
-from epbuf.arena import Generation, arena_of
 from epbuf.checks import (
     ROW_ALIGNMENT,
     Tokens,
@@ -35,6 +34,7 @@ from epbuf.checks import (
 )
 from epbuf.engine import Encoded, Place, Rows, peer_error
 from epbuf.errors import CapacityError, ConfigError, EpbufError, LeaseError
+from epbuf.generation import Generation, arena_of
 from epbuf.lease import Direction, Lease, Ticket, make_ticket_tensor, read_ticket
 
 _LIBRARY = torch.library.Library("epbuf", "DEF")  # type: ignore[no-untyped-call]

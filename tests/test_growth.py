@@ -414,14 +414,14 @@ def _fails_to_grow(rank: int, group: Any) -> tuple[str, bool]:
 
 def test_failed_growth_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without memory for the new plan every rank raises, and plan, generation, report and graphs are as before."""
-    real = epbuf.arena._WINDOWS["local"]
+    real = epbuf.generation._WINDOWS["local"]
 
     def window(nbytes: int, *rest: Any) -> Any:
         if nbytes >= plan_of(2, 4096).total_bytes:
             raise NativeError("no room")
         return real(nbytes, *rest)
 
-    monkeypatch.setitem(epbuf.arena._WINDOWS, "local", window)
+    monkeypatch.setitem(epbuf.generation._WINDOWS, "local", window)
     assert virtual(2, _fails_to_grow) == [("no room", True)] * 2
 
 
