@@ -356,6 +356,17 @@ def test_tail_that_is_read_is_found(reader: str) -> None:
         assert_tail_unread(fn, torch.randn(8, 16), OFFS, weight, parameters=[weight])
 
 
+def test_tail_that_is_read_into_one_buffer_is_found() -> None:
+    """A result that lies where the last run's lay is not compared with itself."""
+    buffer = torch.zeros(8, 16)
+
+    def write(rows: Tensor, offs: Tensor) -> Tensor:
+        return buffer.copy_(rows - rows.mean(0))
+
+    with pytest.raises(AssertionError, match="result 0 depends"), torch.no_grad():
+        assert_tail_unread(lambda rows, offs: write(rows.detach(), offs), torch.randn(8, 16), OFFS)
+
+
 def test_tail_masked_against_nan_only_is_found() -> None:
     with pytest.raises(AssertionError, match="huge numbers"):
         assert_tail_unread(lambda rows, offs: rows.nan_to_num().sum(), torch.randn(8, 16), OFFS)

@@ -72,12 +72,13 @@ def _run(
         needed = [name for name, leaf in zip(names, (given, *weights), strict=True) if leaf.requires_grad]
         for name, grad in zip(needed, grads, strict=True):
             if grad is not None:
-                found[name] = _below(grad, rows, end) if name == names[0] else grad
+                found[name] = _below(grad, rows, end) if name == names[0] else grad.clone()
     return found
 
 
 def _below(result: torch.Tensor, rows: torch.Tensor, end: int) -> torch.Tensor:
-    return result.detach()[:end] if _has_rows_of(result, rows) else result.detach()
+    """Return a copy of what lies before the end: `fn` may give the same memory again at its next run."""
+    return (result.detach()[:end] if _has_rows_of(result, rows) else result.detach()).clone()
 
 
 def _gradient_for(
