@@ -56,6 +56,7 @@ class Arena:
         self._engine = engine
         self._older: list[Generation] = []
         self._peak_rows, self._past = 0, dict.fromkeys(EVENTS, 0)  # of generations that are gone
+        self._num_growing = 0  # blocks of growing() that are open
 
     @classmethod
     def open(
@@ -179,21 +180,23 @@ class Arena:
         not before. Then `plan.capacity_rows` is what the step needs. Compiled code cannot grow and raises
         CapacityError.
 
-        Collective: every rank runs its ops inside, or none does.
+        Blocks may lie in one another and may overlap: growth ends with the last. Collective: every rank runs its ops
+        inside, or none does.
 
         Raises:
             CaptureError: a graph is being captured.
         """
         self._refuse_while_recording("growing()", "run the step eagerly, outside the capture, and capture it then")
         self._require_healthy("growing()")
-        before = self.memory.grower
+        self._num_growing += 1
         for memory in self._generations():
             memory.grower = self._make_room
         try:
             yield
         finally:
-            for memory in self._generations():
-                memory.grower = before
+            self._num_growing -= 1
+            for memory in self._generations() if self._num_growing == 0 else ():
+                memory.grower = None
 
     def save_capacity(self, path: str | PathLike[str]) -> None:
         """Write the capacity of this arena to a JSON file, for `epbuf.growth.load_capacity`. Local: one rank calls it.

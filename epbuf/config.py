@@ -268,7 +268,8 @@ class EpConfig(_Checked):
     """C: rows that a rank can receive, a multiple of expert_alignment. All ranks agree."""
 
     capacity_factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """C as a multiple of T*K rows; None with no recv_capacity_per_rank: the worst case. All ranks agree."""
+    """C as a multiple of T*K rows. None with no recv_capacity_per_rank: the worst case, in which every token of every
+    rank chooses as many of this rank's experts as it can, none of them twice. All ranks agree."""
 
     expert_alignment: Size = 1
     """A: rows; each expert's zone starts at a multiple; a power of two. All ranks agree."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from epbuf.config import EpConfig, round_up
 from epbuf.errors import ConfigError
@@ -71,7 +72,11 @@ def _sizes(plan: Plan) -> tuple[tuple[str, int], ...]:
 
 
 def save_capacity(path: str | PathLike[str], plan: Plan, demand_peak_rows: int) -> None:
-    """Write the capacity of a plan, and what was demanded of it, to a JSON file; replaces it in one step."""
+    """Write the capacity of a plan, and what was demanded of it, to a JSON file; replaces it in one step.
+
+    Raises:
+        ConfigError: the file cannot be written; whatever lay there is untouched.
+    """
     facts = {name: getattr(plan.config, name) for name in _LEARNED_FOR}
     content = {
         "format": _FORMAT, "capacity_rows": plan.capacity_rows, "demand_peak_rows": demand_peak_rows,
@@ -79,12 +84,19 @@ def save_capacity(path: str | PathLike[str], plan: Plan, demand_peak_rows: int) 
     }  # fmt: skip
     target = Path(path)
     beside = target.with_name(f"{target.name}.{os.getpid()}.new")
-    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    beside.replace(target)
+    try:
+        beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        beside.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror or error}): pass the path of a file in a folder that exists"
+        ) from error
 
 
 def load_capacity(path: str | PathLike[str], config: EpConfig) -> EpConfig:
-    """Return the config with the capacity that an earlier run of the same sizes has saved.
+    """Return the config with the rows that an earlier run of the same sizes had, or demanded if that was more.
 
     Raises:
         FileNotFoundError: there is no such file: nothing was learned yet.
@@ -92,10 +104,12 @@ def load_capacity(path: str | PathLike[str], config: EpConfig) -> EpConfig:
     """
     content = _read(path)
     learned_for, capacity = content.get("learned_for"), content.get("capacity_rows")
-    if not isinstance(learned_for, dict) or type(capacity) is not int or capacity < 1:
+    demand = content.get("demand_peak_rows")
+    if not isinstance(learned_for, dict) or not _is_count(capacity, 1) or not _is_count(demand, 0):
         raise ConfigError(
-            f"{path} is damaged: it has learned_for={learned_for!r} and capacity_rows={capacity!r}, where an object "
-            "and a positive number belong; delete it and let a run save it again"
+            f"{path} is damaged: it has learned_for={learned_for!r}, capacity_rows={capacity!r} and "
+            f"demand_peak_rows={demand!r}, where an object and two numbers of rows belong; delete it and let a run "
+            "save it again"
         )
     for name in _LEARNED_FOR:
         asked, found = getattr(config, name), learned_for.get(name)
@@ -104,13 +118,20 @@ def load_capacity(path: str | PathLike[str], config: EpConfig) -> EpConfig:
                 f"{path} was learned with {name}={found!r} and the config has {asked!r}: its capacity says nothing "
                 "about this run; save one file for each configuration"
             )
-    return with_capacity(config, capacity)
+    try:
+        return with_capacity(config, max(capacity, demand))
+    except ConfigError as error:
+        raise ConfigError(f"{path} has a capacity that no config takes: {error}") from None
+
+
+def _is_count(value: object, least: int) -> TypeGuard[int]:
+    return type(value) is int and value >= least
 
 
 def _read(path: str | PathLike[str]) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON, or of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON, or of UTF-8
         raise ConfigError(
             f"{path} is no capacity file: {error}; delete it and let a run save it again, or pass another path"
         ) from None

@@ -529,6 +529,18 @@ def test_growing_ends_with_its_block() -> None:
         assert arena.generation == 1 and arena.memory.grower is None
 
 
+def test_growing_blocks_overlap_and_growth_ends_with_the_last() -> None:
+    with open_arena() as arena:
+        x, ids = x_and_ids(arena)
+        first, second = arena.growing(), arena.growing()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert_same(echo(arena)(x, ids), x * 3, "y")
+        second.__exit__(None, None, None)
+        assert arena.generation == 1 and arena.memory.grower is None
+
+
 class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))
@@ -831,6 +843,12 @@ def test_capacity_is_saved_and_loaded(tmp_path: Path) -> None:
         pytest.param('{"format": "epbuf capacity 2"}', "found format 'epbuf capacity 2'", id="newer"),
         pytest.param('{"format": "epbuf capacity 1", "capacity_rows": 48}', "damaged.*learned_for=None", id="half"),
         pytest.param(
+            '{"format": "epbuf capacity 1", "capacity_rows": 48, "learned_for": {}}',
+            "demand_peak_rows=None",
+            id="demand",
+        ),
+        pytest.param("[" * 100_000, "no capacity file.*delete", id="deep"),
+        pytest.param(
             '{"format": "epbuf capacity 1", "capacity_rows": "48", "learned_for": {}}', "damaged.*'48'", id="kind"
         ),
     ],
@@ -839,6 +857,34 @@ def test_foreign_or_damaged_capacity_file(text: str, says: str, tmp_path: Path) 
     path = tmp_path / "capacity.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"(?s)capacity\.json.*{says}"):
+        growth.load_capacity(path, plan_of(1, 32).config)
+
+
+def test_demand_that_was_not_grown_to_is_loaded(tmp_path: Path) -> None:
+    """Steps that skipped an overflow have learned, too."""
+    path = tmp_path / "capacity.json"
+    with open_arena() as arena:
+        x, ids = x_and_ids(arena)
+        with torch.no_grad(), arena.acquire() as lease:
+            assert float(epbuf.dispatch(lease, x, ids).overflow) == 1
+        arena.save_capacity(path)
+        assert arena.capacity_rows < 48
+    assert growth.load_capacity(path, plan_of(1, 32).config).recv_capacity_per_rank == 48
+
+
+def test_capacity_that_cannot_be_written(tmp_path: Path) -> None:
+    """The error names the path, and nothing is left beside it."""
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "folder", tmp_path / "none" / "c.json"):
+        with pytest.raises(ConfigError, match=rf"{path} cannot be written"):
+            growth.save_capacity(path, plan_of(1, 32), 32)
+    assert [file.name for file in tmp_path.rglob("*")] == ["folder"]
+
+
+def test_capacity_too_large_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    growth.save_capacity(path, plan_of(1, 32), 2**40)
+    with pytest.raises(ConfigError, match=r"c\.json has a capacity that no config takes: .*recv_capacity_per_rank"):
         growth.load_capacity(path, plan_of(1, 32).config)
 
 
