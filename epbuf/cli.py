@@ -10,14 +10,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
 from epbuf.config import EpConfig, Payload
 from epbuf.errors import ConfigError
-from epbuf.plan import Plan
+from epbuf.plan import Plan, RecvPolicy
 from epbuf.report import report_tables
 from epbuf.schedule import Schedule
 
@@ -44,7 +44,9 @@ _SCHEDULE_COUNTS = {
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def plan(model: str | None, schedule: str, as_json: bool, svg: Path | None, **values: Any) -> None:
+def plan(
+    model: str | None, schedule: str, recv_policy: str, as_json: bool, svg: Path | None, **values: Any
+) -> None:  # fmt: skip
     """Show the memory plan of a config: a table, JSON (--json) or a picture (--svg FILE).
 
     Every field of EpConfig and every argument of Schedule is a flag; a flag overrides what --model gives.
@@ -52,9 +54,14 @@ def plan(model: str | None, schedule: str, as_json: bool, svg: Path | None, **va
     given = {name: value for name, value in values.items() if value not in (None, [])}
     counts = {name: given.pop(name) for name in _SCHEDULE_COUNTS if name in given}
     fields = {**(_model(model) if model else {}), **_parsed(given)}
-    result = Plan.build(EpConfig(**fields), _schedule(schedule, counts))
+    result = Plan.build(EpConfig(**fields), _schedule(schedule, counts), recv_policy=cast(RecvPolicy, recv_policy))
     if svg:
-        svg.write_text(result.to_svg(), encoding="utf-8")
+        try:
+            svg.write_text(result.to_svg(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--svg {svg} cannot be written ({error.strerror or error}); pass a file in a folder that exists"
+            ) from None
     typer.echo(result.to_json() if as_json else str(result))
 
 
@@ -62,7 +69,7 @@ def report(path: Annotated[Path, typer.Argument(metavar="FILE", help="JSON of Ar
     """Show a saved report of an arena as tables: frames and their users, graphs, bytes, generations."""
     try:
         tables = report_tables(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not the JSON of a report ({type(error).__name__}: {error}); write json.dumps(arena.report()) "
             "into a file and pass that"
@@ -112,6 +119,7 @@ def _with_flags(command: Any) -> Any:
         *(_field_flag(name) for name in EpConfig.model_fields),
         _flag("schedule", str, f"Pipeline schedule: {', '.join(_SCHEDULE_KINDS)}.", default="sequential"),
         *(_flag(name, int, text) for name, text in _SCHEDULE_COUNTS.items()),
+        _flag("recv_policy", str, "What becomes of received rows until the backward: keep, recompute.", default="keep"),
         _flag("as_json", bool, "Print JSON.", names=("--json",), default=False),
         _flag("svg", Path, "Write a memory map to this file as well."),
     ]
@@ -156,22 +164,28 @@ def _parsed(given: dict[str, Any]) -> dict[str, Any]:
 def _payload(word: str) -> Payload | str:
     """Read FORMAT, FORMAT:blocked or raw:ROW_BYTES:SCALE_ROW_BYTES."""
     name, *rest = word.split(":")
-    if name == "raw" and rest and all(part.isdigit() for part in rest):
-        return Payload.raw(*(int(part) for part in rest[:2]))
+    is_raw = name == "raw"
+    if len(rest) > 1 + is_raw or (is_raw and not (rest and all(part.isdecimal() for part in rest))):
+        raise ConfigError(
+            f"found the payload {word}; give FORMAT, FORMAT:compact, FORMAT:blocked or raw:ROW_BYTES:SCALE_ROW_BYTES "
+            "(0 scale bytes may be left out)"
+        )
+    if is_raw:
+        return Payload.raw(*(int(part) for part in rest))
     return Payload.model_validate({"format": name, "scale_layout": rest[0]}) if rest else name
 
 
 def _schedule(kind: str, counts: dict[str, int]) -> Schedule:
     make: Any
+    if kind not in _SCHEDULE_KINDS:
+        raise ConfigError(f"--schedule {kind} is not known; use one of {', '.join(_SCHEDULE_KINDS)}")
     if "num_frames" in counts:
         make, name = Schedule, "num_frames by hand"
         wanted = {"num_frames": True, "num_workspaces": False}
-    elif kind in _SCHEDULE_KINDS:
+    else:
         make, name = getattr(Schedule, kind), f"schedule {kind}"
         parameters = inspect.signature(make).parameters.values()
         wanted = {parameter.name: parameter.default is parameter.empty for parameter in parameters}
-    else:
-        raise ConfigError(f"--schedule {kind} is not known; use one of {', '.join(_SCHEDULE_KINDS)}")
     missing = [count for count, required in wanted.items() if required and count not in counts]
     unused = [count for count in counts if count not in wanted]
     if missing or unused:

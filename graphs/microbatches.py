@@ -227,6 +227,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if one is there")
     arguments = parser.parse_args(argv)
     device_type = arguments.device
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: give at least 1")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here; use cpu or auto")
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     tolerance = 0.0 if device_type == "cpu" else 1e-3  # cuBLAS promises the same bits on one stream only

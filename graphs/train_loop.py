@@ -541,6 +541,10 @@ def parse(argv: Sequence[str] | None) -> Options:
     parser.add_argument("--out", type=Path, default=default.out, help="folder for the loss curve")
     arguments = parser.parse_args(argv)
     device = arguments.device
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: give at least 1")
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here; use cpu or auto")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes, every = sizes_for(arguments.payload), max(1, arguments.steps // 6)

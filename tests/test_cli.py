@@ -88,6 +88,11 @@ def test_plan_takes_every_config_field(
     assert fingerprint(capsys, *SIZES, *flags) == Plan.build(config).fingerprint
 
 
+def test_plan_takes_a_recv_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = Plan.build(CONFIG, recv_policy="recompute").fingerprint
+    assert fingerprint(capsys, *SIZES, "--recv-policy", "recompute") == wanted != Plan.build(CONFIG).fingerprint
+
+
 @pytest.mark.parametrize(
     ("flags", "schedule"),
     [
@@ -143,6 +148,18 @@ def test_plan_flag_overrides_model(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(["plan", *SIZES, "--num-chunks", "2"], ["sequential takes no --num-chunks"], id="schedule_extra"),
         pytest.param(["plan", *SIZES, "--num-frames", "2", "--stage", "0"], ["takes no --stage"], id="by_hand_extra"),
         pytest.param(["plan", *SIZES, "--dispatch-payload", "mxfp8:tiles"], ["scale_layout='tiles'"], id="layout"),
+        pytest.param(["plan", *SIZES, "--dispatch-payload", "raw"], ["found the payload raw;"], id="raw_sizes"),
+        pytest.param(
+            ["plan", *SIZES, "--dispatch-payload", "raw:64:0:99"], ["raw:64:0:99", "ROW_BYTES"], id="raw_parts"
+        ),
+        pytest.param(["plan", *SIZES, "--dispatch-payload", "mxfp8:blocked:9"], ["mxfp8:blocked:9"], id="parts"),
+        pytest.param(
+            ["plan", *SIZES, "--schedule", "zigzag", "--num-frames", "2"],
+            ["zigzag is not known"],
+            id="by_hand_kind",
+        ),
+        pytest.param(["plan", *SIZES, "--recv-policy", "burn"], ["recv_policy", "'burn'"], id="recv_policy"),
+        pytest.param(["plan", *SIZES, "--svg", "no/such/map.svg"], ["--svg no/such/map.svg", "folder"], id="svg"),
         pytest.param(["plan", *SIZES, "--alias", "offs"], ["('offs',)", "the pairs are"], id="alias"),
         pytest.param(["bench", "--device", "tpu"], ["--device tpu has no benchmark", "cpu, cuda"], id="no_such_bench"),
     ],

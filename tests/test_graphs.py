@@ -8,6 +8,7 @@ import statistics
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import epbuf  # noqa: E402
-from graphs import capture_step, capture_tests, microbatches, train_loop  # noqa: E402
+from graphs import capture_step, capture_tests, microbatches, pipeline, train_loop  # noqa: E402
 from graphs.bench import cpu  # noqa: E402
 
 SIZES = train_loop.Sizes()
@@ -30,6 +31,29 @@ def test_capture_step_gives_right_results_at_one_address(capsys: pytest.CaptureF
     addresses = re.findall(r"right result, at (0x[0-9a-f]+)", capsys.readouterr().out)
     assert len(addresses) == 4
     assert len(set(addresses)) == 1
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "says"),
+    [
+        (capture_step.main, ["--replays", "0"], "--replays 0: give at least 1"),
+        (microbatches.main, ["--steps", "0"], "--steps 0: give at least 1"),
+        (pipeline.main, ["--steps", "-1"], "--steps -1: give at least 1"),
+        (train_loop.main, ["--steps", "0"], "--steps 0: give at least 1"),
+        (cpu.main, ["--rounds", "0", "--ranks", "-2"], "--ranks -2, --rounds 0: give at least 1"),
+        (microbatches.main, ["--device", "cuda"], "torch finds no GPU"),
+        (pipeline.main, ["--device", "cuda"], "torch finds no GPU"),
+        (train_loop.main, ["--device", "cuda"], "torch finds no GPU"),
+    ],
+)
+def test_arguments_that_measure_nothing_are_refused(
+    main: Callable[[list[str]], int], arguments: list[str], says: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert says in capsys.readouterr().err
 
 
 def test_capture_step_runs_under_torchrun() -> None:

@@ -239,6 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Path(__file__).parent / "results"
     parser.add_argument("--save", type=Path, nargs="?", const=results, help="write a dated file into this folder")
     arguments = parser.parse_args(argv)
+    unusable = [f"--{name} {value}" for name, value in vars(arguments).items() if type(value) is int and value < 1]
+    if unusable:
+        parser.error(f"{', '.join(unusable)}: give at least 1")
     shape = Shape(arguments.ranks, arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
     times = with_sums(measure(shape, arguments.rounds))
     command = " ".join(["python graphs/bench/cpu.py", *(sys.argv[1:] if argv is None else argv)])
