@@ -133,6 +133,10 @@ def lists_its_ids(arena: epbuf.Arena) -> Step:
     return lambda x, ids: echo(arena, x, torch.tensor(ids.tolist()))
 
 
+def copies_to_the_host(arena: epbuf.Arena) -> Step:
+    return lambda x, ids: echo(arena, x, ids.cpu())
+
+
 def indexes_with_a_mask(arena: epbuf.Arena) -> Step:
     return lambda x, ids: (echo(arena, x, ids), x[x > 0].sum())
 
@@ -231,6 +235,7 @@ UNSAFE: list[tuple[str, Callable[[epbuf.Arena], Step], str]] = [
     ("host read", reads_an_element, r"_local_scalar_dense.* reads a device value.* at .*test_testing\.py:\d+"),
     ("host read", branches_on_a_value, r"_local_scalar_dense|is_nonzero"),
     ("host read", lists_its_ids, r"tolist reads.* at .*test_testing\.py:\d+"),
+    ("host read", copies_to_the_host, r"cpu reads.* at .*test_testing\.py:\d+"),
     ("host read", indexes_with_a_mask, r"index\.Tensor reads.* at .*test_testing\.py:\d+"),
     ("host read", trains_with_host_counters, r"_local_scalar_dense"),
     ("left behind", keeps_every_result, r"1 new tensor.*\[12, 16\] torch\.float32 made by aten\.add.*test_testing\.py"),
@@ -326,6 +331,11 @@ def segment(address: int, pool: tuple[int, int]) -> dict[str, Any]:
 def test_pool_that_grew_inside_a_capture_is_found(after: list[dict[str, Any]], foreign: list[tuple[int, int]]) -> None:
     before = [segment(1, (0, 0)), segment(2, (2, 0))]
     assert foreign_pools(before, before + after) == foreign
+
+
+def test_results_that_cannot_be_looked_into_are_refused() -> None:
+    with pytest.raises(ConfigError, match="fn returned a set, in which no tensor can be found"):
+        assert_capture_safe(lambda x: {x * 2}, torch.randn(3), vary=torch.randn_like)
 
 
 OFFS = torch.tensor([3, 5, 5], dtype=torch.int32)

@@ -71,7 +71,7 @@ def assert_capture_safe(
 
     Raises:
         UnsafeStepError: an AssertionError; its `rule` is the first rule that was broken.
-        ConfigError: `vary` changed nothing, or returned another number of inputs.
+        ConfigError: `vary` changed nothing, or returned another number of inputs; `fn` returned no pytree of tensors.
     """
     owners = (arenas,) if isinstance(arenas, Arena) else tuple(arenas)
     trial = _Trial(fn, owners, inputs, restore, rtol)
@@ -108,6 +108,7 @@ class _Trial:
 
         def checked(*static: Any) -> Any:
             outputs = self._watch(*static)
+            _check_outputs(outputs)
             self._check_run()
             return outputs
 
@@ -190,6 +191,15 @@ class _Trial:
         difference = first_difference(found, wanted, self._rtol)
         if difference:
             raise UnsafeStepError(rule, f"{name} differs from {other}: {difference}")
+
+
+def _check_outputs(outputs: Any) -> None:
+    unknown = [leaf for leaf in tree_leaves(outputs) if not isinstance(leaf, torch.Tensor | int | float | str | None)]
+    if unknown:
+        raise ConfigError(
+            f"fn returned a {type(unknown[0]).__name__}, in which no tensor can be found; return tensors, in tuples, "
+            "lists or dicts, or register the type with torch.utils._pytree"
+        )
 
 
 def first_difference(found: Any, wanted: Any, rtol: float) -> str:

@@ -19,7 +19,12 @@ from epbuf.lease import caller
 _ATEN = torch.ops.aten
 _READS_IF_MASKED = {_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default}  # nonzero() of the mask
 _READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_READING_CALLS = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.__array__: "__array__"}
+_READING_CALLS = {
+    torch.Tensor.tolist: "tolist",
+    torch.Tensor.numpy: "numpy",
+    torch.Tensor.__array__: "__array__",
+    torch.Tensor.cpu: "cpu",  # .to("cpu") may be what .to(device) is on this machine
+}
 
 
 class Run:
