@@ -88,6 +88,11 @@ class Graph:
         self._replayed += 1
         return self.acquired[self._replayed - 1]
 
+    def note(self, frame: int) -> None:
+        """Remember a frame that was acquired, for replays; a replay adds none."""
+        if self._replayed is None:
+            self.acquired.append(frame)
+
     def is_mine(self) -> bool:
         """Tell whether the calling thread began the capture."""
         return self.thread == threading.get_ident()
@@ -168,7 +173,7 @@ class LeaseBook:
                 frame = graph.next_frame(frame)
             chosen = self._free_frame() if frame is None else self._named_frame(frame)
             if graph is not None:
-                graph.acquired.append(chosen.index)
+                graph.note(chosen.index)
             serial = self._claim(chosen, "lease", where)
             chosen.lease, chosen.dispatched = serial, False
             self.num_frames_high_water = max(self.num_frames_high_water, self._num_busy)
