@@ -19,7 +19,7 @@ from routings import base_config, named_case
 from torch import Tensor
 
 import epbuf
-from epbuf import arena as arena_module
+from epbuf import generation
 from epbuf.errors import LeaseError, PeerTimeoutError, PlanMismatchError
 
 Spread = Callable[..., list[Any]]
@@ -524,7 +524,7 @@ def test_leaked_memory_does_not_disturb_other_arenas() -> None:
     """Rule 17: what a dropped or poisoned CUDA arena leaves behind is kept, and later arenas open and close."""
     memory = bytearray(8)
     view = weakref.ref(owner := _Owner(memory))
-    arena_module._leak(owner)
+    generation._leak(owner)
     del owner
     gc.collect()
     assert view() is not None, "the memory is kept"
