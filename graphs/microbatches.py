@@ -25,27 +25,22 @@ thread, and the results must be equal to the bit. The exit status is 1 if the tw
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from host_ranks import parse, run_on_ranks
 from torch import Tensor
 
 import epbuf
 
 NUM_MICROBATCHES, NUM_EXPERTS, NUM_TOPK, HIDDEN, NUM_TOKENS = 2, 8, 2, 64, 64
 LEARNING_RATE = 0.5
-
-SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
 class SideStream:
@@ -193,30 +188,15 @@ def make_plan(num_ranks: int, device: torch.device) -> epbuf.Plan:
     )
 
 
-def run_rank(rank: int, num_ranks: int, num_steps: int, device_type: str, folder: Path) -> None:
-    """Be one rank: join the group, open the arena, compare. Leaves what it found in `folder`."""
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if device_type == "cuda":
-        if num_ranks > torch.cuda.device_count():
-            os.environ.update(SHARED_GPU)
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    # Gloo is enough: epbuf needs a group to meet in, and NCCL's own collectives refuse ranks that share a GPU.
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
-    with epbuf.Arena.open(make_plan(num_ranks, device), dist.group.WORLD, device=device) as arena:
-        found = compare(arena, num_steps)
-    torch.save(found, folder / f"found{rank}")
-    dist.destroy_process_group()
+def run_rank(device: torch.device, num_steps: int) -> tuple[float, float, float]:
+    """Be one rank: open the arena, compare."""
+    with epbuf.Arena.open(make_plan(dist.get_world_size(), device), dist.group.WORLD, device=device) as arena:
+        return compare(arena, num_steps)
 
 
 def run_ranks(num_ranks: int, num_steps: int, device_type: str) -> list[tuple[float, float, float]]:
     """Start the ranks, wait for them, and return what each of them found."""
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "epbuf.capture"])  # once, not once a rank
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (num_ranks, num_steps, device_type, Path(folder))
-        torch.multiprocessing.start_processes(run_rank, arguments, nprocs=num_ranks, start_method="forkserver")
-        return [torch.load(Path(folder) / f"found{rank}") for rank in range(num_ranks)]
+    return run_on_ranks(run_rank, num_ranks, device_type, num_steps)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -224,15 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), default=2)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if one is there")
-    arguments = parser.parse_args(argv)
+    arguments = parse(parser, argv)
     device_type = arguments.device
-    if arguments.steps < 1:
-        parser.error(f"--steps {arguments.steps}: give at least 1")
-    if device_type == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU here; use cpu or auto")
-    if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
     tolerance = 0.0 if device_type == "cpu" else 1e-3  # cuBLAS promises the same bits on one stream only
     is_right = True
     for rank, (first, last, difference) in enumerate(run_ranks(arguments.ranks, arguments.steps, device_type)):

@@ -21,19 +21,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import multiprocessing
-import os
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from host_ranks import parse, run_on_ranks
 from torch import Tensor
 
 import epbuf
@@ -42,8 +39,6 @@ NUM_STAGES, NUM_MICROBATCHES, NUM_CHUNKS, NUM_LAYERS = 4, 8, 2, 2
 NUM_EXPERTS, NUM_TOPK, HIDDEN, NUM_TOKENS = 8, 2, 32, 16
 LEARNING_RATE = 0.2
 KINDS = ("sequential", "gpipe", "one_f_one_b", "one_f_one_b_overlap", "interleaved")
-
-SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 Pass = tuple[str, int, int]  # direction, micro-batch, chunk
 Weights = list[Tensor]  # router [H, E] f32, up [L, H, 2H] and down [L, 2H, H] of this rank's experts
@@ -380,29 +375,14 @@ def compare(options: Options, group: dist.ProcessGroup | None, device: torch.dev
     return Found(losses, torch.tensor(differences).max().item(), used)  # Python's max would lose a NaN
 
 
-def run_rank(rank: int, num_ranks: int, options: Options, device_type: str, folder: Path) -> None:
-    """Be one rank: join the group and compare. Leaves what it found in `folder`."""
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if device_type == "cuda":
-        if num_ranks > torch.cuda.device_count():
-            os.environ.update(SHARED_GPU)
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    # Gloo is enough: epbuf needs a group to meet in, and NCCL's own collectives refuse ranks that share a GPU.
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
-    found = compare(options, dist.group.WORLD, device)
-    torch.save(dataclasses.asdict(found), folder / f"found{rank}")
-    dist.destroy_process_group()
+def run_rank(device: torch.device, options: Options) -> Found:
+    """Be one rank: compare."""
+    return compare(options, dist.group.WORLD, device)
 
 
 def run_ranks(num_ranks: int, options: Options, device_type: str) -> list[Found]:
     """Start the ranks, wait for them, and return what each of them found."""
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "epbuf.capture"])  # once, not once a rank
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (num_ranks, options, device_type, Path(folder))
-        torch.multiprocessing.start_processes(run_rank, arguments, nprocs=num_ranks, start_method="forkserver")
-        return [Found(**torch.load(Path(folder) / f"found{rank}")) for rank in range(num_ranks)]
+    return run_on_ranks(run_rank, num_ranks, device_type, options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -412,15 +392,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--schedule", choices=("all", *KINDS), default="all")
     parser.add_argument("--repeats", action="store_true", help="the layers of a chunk are one layer that runs again")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if one is there")
-    arguments = parser.parse_args(argv)
+    arguments = parse(parser, argv)
     device_type = arguments.device
-    if arguments.steps < 1:
-        parser.error(f"--steps {arguments.steps}: give at least 1")
-    if device_type == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU here; use cpu or auto")
-    if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
     tolerance = 0.0 if device_type == "cpu" else 1e-3  # cuBLAS promises the same bits on one stream only
     is_right = True
     for kind in ("one_f_one_b", "interleaved") if arguments.schedule == "all" else (arguments.schedule,):

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import host_ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -536,19 +537,11 @@ def parse(argv: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=ranks_in, default=default.ranks, help="2, 4 or 2,4: one run each")
     parser.add_argument("--steps", type=int, default=default.num_steps)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if one is there")
     parser.add_argument("--payload", choices=PAYLOADS, default=default.payload, help="format in which rows travel")
     parser.add_argument("--out", type=Path, default=default.out, help="folder for the loss curve")
-    arguments = parser.parse_args(argv)
-    device = arguments.device
-    if arguments.steps < 1:
-        parser.error(f"--steps {arguments.steps}: give at least 1")
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU here; use cpu or auto")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    arguments = host_ranks.parse(parser, argv)
     sizes, every = sizes_for(arguments.payload), max(1, arguments.steps // 6)
-    return Options(arguments.ranks, arguments.steps, every, device, arguments.out, sizes, arguments.payload)
+    return Options(arguments.ranks, arguments.steps, every, arguments.device, arguments.out, sizes, arguments.payload)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "graphs"))  # its programs import host_ranks
 
 import epbuf
 from epbuf.errors import ConfigError, LeaseError

@@ -1,0 +1,55 @@
+"""Ranks of one host, and the arguments that the programs of this folder share."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+
+
+def run_on_ranks(function: Callable[..., Any], num_ranks: int, device_type: str, *arguments: Any) -> list[Any]:
+    """Call `function(device, *arguments)` on every rank of a process group; return what each of them returns."""
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "epbuf.capture"])  # once, not once a rank
+    with tempfile.TemporaryDirectory() as folder:
+        given = (num_ranks, device_type, Path(folder), function, arguments)
+        torch.multiprocessing.start_processes(_be_rank, given, nprocs=num_ranks, start_method="forkserver")
+        return [pickle.loads((Path(folder) / f"found{rank}").read_bytes()) for rank in range(num_ranks)]
+
+
+def _be_rank(
+    rank: int, num_ranks: int, device_type: str, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        if num_ranks > torch.cuda.device_count():
+            os.environ.update(SHARED_GPU)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    # Gloo is enough: epbuf needs a group to meet in, and NCCL's own collectives refuse ranks that share a GPU.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
+    (folder / f"found{rank}").write_bytes(pickle.dumps(function(device, *arguments)))
+    dist.destroy_process_group()
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse with --device added, as "cpu" or "cuda"; refuse a GPU that is not there and fewer --steps than one."""
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if one is there")
+    arguments = parser.parse_args(argv)
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: give at least 1")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here; use cpu or auto")
+    if arguments.device == "auto":
+        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return arguments
