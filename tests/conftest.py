@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import Pool, virtual
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "graphs")]  # the programs there are scripts that import each other
 
 torch.set_num_threads(1)  # ranks are threads or processes here; more would only disturb each other
 

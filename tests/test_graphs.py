@@ -16,13 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import epbuf
+from graphs import capture_step, capture_tests, microbatches, pipeline, train_loop
+from graphs.bench import cpu
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "graphs")]  # its programs are scripts that import host_ranks
-
-import epbuf  # noqa: E402
-from graphs import capture_step, capture_tests, microbatches, pipeline, train_loop  # noqa: E402
-from graphs.bench import cpu  # noqa: E402
-
 SIZES = train_loop.Sizes()
 
 

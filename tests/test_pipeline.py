@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "graphs"))  # its programs import host_ranks
 
 import epbuf
 from epbuf.errors import ConfigError, LeaseError

@@ -116,8 +116,11 @@ def test_acquire_names_the_policy_of_the_plan() -> None:
             arena.acquire(recv_policy="keep")
 
 
-def _captured(rank: int, group: Any, case: Case) -> list[tuple[list[Tensor], list[Tensor]]]:
-    inputs = draw_inputs(case, rank, True)
+def eager_and_replayed(
+    rank: int, group: Any, case: Case, device: str = "cpu", window: str = "auto"
+) -> list[tuple[list[Tensor], list[Tensor]]]:  # fmt: skip
+    """Return, for three batches, what an eager step and a replay gave."""
+    inputs = draw_inputs(case, rank, True, device)
 
     def step(x: Tensor, weights: Tensor) -> list[Tensor]:
         x = x.detach().requires_grad_()
@@ -126,12 +129,12 @@ def _captured(rank: int, group: Any, case: Case) -> list[tuple[list[Tensor], lis
             y = run_layer(arena, y, inputs, weights, experts[layer])
         return [y.detach(), *torch.autograd.grad(y, [x, *experts], inputs.dy)]
 
-    with open_arena(case, group, "recompute") as arena:
+    with open_arena(case, group, "recompute", device=device, window=window) as arena:
         experts = [experts_of(arena, layer) for layer in range(NUM_LAYERS)]
         batches = [(inputs.x * (1 + number), inputs.topk_weights + number) for number in range(3)]
-        eager = [step(*batch) for batch in batches]
+        eager = [[part.cpu() for part in step(*batch)] for batch in batches]
         captured = epbuf.CapturedStep.capture(arena, step, batches[2])
-        replayed = [[part.clone() for part in captured(*batch)] for batch in batches]
+        replayed = [[part.clone().cpu() for part in captured(*batch)] for batch in batches]
         assert arena.window_allocations == 1
         captured.close()
     return list(zip(eager, replayed, strict=True))
@@ -139,7 +142,7 @@ def _captured(rank: int, group: Any, case: Case) -> list[tuple[list[Tensor], lis
 
 def test_replays_equal_eager_steps() -> None:
     case = named_case("some_negative", 2, 16, "fp32")
-    for rounds in virtual(2, _captured, case):
+    for rounds in virtual(2, eager_and_replayed, case):
         for eager, replayed in rounds:
             assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
 

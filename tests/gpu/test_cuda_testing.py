@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,6 @@ from torch import Tensor
 import epbuf
 from epbuf.errors import NativeError
 from epbuf.testing import UnsafeStepError, assert_capture_safe
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from graphs import pipeline
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
