@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from epbuf import EpConfig, Plan, reference
+from epbuf import Plan, reference
 from epbuf.accounting import traffic
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "graphs" / "bench"))  # its programs are scripts that import each other
 
 import expected  # noqa: E402
+import gpu  # noqa: E402
 import launch  # noqa: E402
 import measure  # noqa: E402
 import report  # noqa: E402
@@ -31,18 +32,6 @@ TARGET = "R8-T4096-H7168-K8-E256-A128"
 RATES = {"copy": 4.26e12, "write": 4.3e12, "read": 4.55e12}
 
 
-def config_of(shape: measure.Shape) -> EpConfig:
-    return EpConfig(
-        num_ranks=shape.num_ranks,
-        num_experts=shape.num_experts,
-        num_topk=shape.num_topk,
-        hidden=shape.hidden,
-        max_tokens_per_rank=shape.num_tokens,
-        recv_capacity_per_rank=shape.demand_rows(),
-        expert_alignment=shape.alignment,
-    )
-
-
 def record(shape: str, system: str = "epbuf", **times: float) -> dict[str, Any]:
     """Return what a rank program writes, with every sample of an op the same."""
     found: dict[str, Any] = {"system": system, "shape": shape, "times_us": {op: [us] * 3 for op, us in times.items()}}
@@ -50,13 +39,13 @@ def record(shape: str, system: str = "epbuf", **times: float) -> dict[str, Any]:
     if system == "epbuf":
         sizes = measure.Shape.parse(shape)
         counts = [[sizes.num_tokens * sizes.num_topk // sizes.num_experts] * sizes.num_experts] * sizes.num_ranks
-        moved = traffic(Plan.build(config_of(sizes)), counts, [sizes.num_tokens] * sizes.num_ranks)
+        moved = traffic(Plan.build(gpu.make_config(sizes)), counts, [sizes.num_tokens] * sizes.num_ranks)
         found |= {"traffic": asdict(moved), "rates": RATES, "num_gpus": 1, "wire_bytes": 10**9}
     return found
 
 
 def test_expected_results_are_those_of_the_reference() -> None:
-    config, cpu = config_of(SHAPE), torch.device("cpu")
+    config, cpu = gpu.make_config(SHAPE), torch.device("cpu")
     ids = [SHAPE.topk_idx(rank) for rank in range(2)]
     x = [expected.draw_tokens(SHAPE, rank, cpu) for rank in range(2)]
     weights = [expected.draw_weights(SHAPE, rank) for rank in range(2)]

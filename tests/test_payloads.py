@@ -189,17 +189,18 @@ def test_directions_are_independent(recv: str, grad: str) -> None:
             assert_same(got["grad_expert_out"][:end], want[:end], "gradient of the experts")
 
 
-def _captured(rank: int, group: Any, case: Case) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Return, for three batches, what an eager step and a replay gave."""
-    inputs = draw_inputs(case, rank, False)
+def eager_and_replayed(
+    arena: epbuf.Arena, case: Case, begin: Callable[[], None] = lambda: None
+) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Return, for three batches, what an eager step and a replay gave; `begin` is called in each before dispatch."""
+    inputs = draw_inputs(case, arena.rank, False, arena.device.type)
 
     def step(x: Tensor, ids: Tensor, weights: Tensor) -> list[Tensor]:
         with arena.acquire() as lease:
-            _fill(arena, ("recv_",))  # which peers write, and never read
+            begin()
             x = x.detach().requires_grad_()
             recv = epbuf.dispatch(lease, x, ids, weights)
-            rows = recv.dequantize()
-            y = epbuf.combine(lease, rows * 2, topk_weights=recv.topk_weights)
+            y = epbuf.combine(lease, recv.dequantize() * 2, topk_weights=recv.topk_weights)
             (dx,) = torch.autograd.grad(y, x, y.detach())
             dead = ~recv.row_mask()[:, None]
             return [y.detach(), dx, *(part.masked_fill(dead, 0) for part in copies(recv.tokens))]
@@ -208,13 +209,17 @@ def _captured(rank: int, group: Any, case: Case) -> list[tuple[list[Tensor], lis
         ids = torch.where(inputs.topk_idx < 0, -1, (inputs.topk_idx + number) % case.config.num_experts)
         return inputs.x * (1 + number), ids, inputs.topk_weights + number
 
-    with open_arena(case, group) as arena:
-        eager = [step(*batch(number)) for number in range(3)]
-        captured = epbuf.CapturedStep.capture(arena, step, batch(2))
-        replayed = [[part.clone() for part in captured(*batch(number))] for number in range(3)]
-        assert arena.window_allocations == 1
-        captured.close()
+    eager = [[part.clone() for part in step(*batch(number))] for number in range(3)]
+    captured = epbuf.CapturedStep.capture(arena, step, batch(2))
+    replayed = [[part.clone() for part in captured(*batch(number))] for number in range(3)]
+    assert arena.window_allocations == 1
+    captured.close()
     return list(zip(eager, replayed, strict=True))
+
+
+def _captured(rank: int, group: Any, case: Case) -> list[tuple[list[Tensor], list[Tensor]]]:
+    with open_arena(case, group) as arena:
+        return eager_and_replayed(arena, case, lambda: _fill(arena, ("recv_",)))  # which peers write, and never read
 
 
 @every_payload

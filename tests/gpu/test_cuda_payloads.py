@@ -16,6 +16,7 @@ from test_payloads import (
     assert_round,
     case_of,
     copies,
+    eager_and_replayed,
     encoded_inputs,
     every_payload,
     expected,
@@ -88,29 +89,8 @@ def test_rows_that_are_encoded_already(pool: GpuPool, num_ranks: int, window: st
 
 
 def _replayed(rank: int, group: Any, window: str, case: Case) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Return, for three batches, what an eager step and a replay gave."""
-    inputs = draw_inputs(case, rank, False, "cuda")
-
-    def step(x: Tensor, ids: Tensor, weights: Tensor) -> list[Tensor]:
-        with arena.acquire() as lease:
-            x = x.detach().requires_grad_()
-            recv = epbuf.dispatch(lease, x, ids, weights)
-            y = epbuf.combine(lease, recv.dequantize() * 2, topk_weights=recv.topk_weights)
-            (dx,) = torch.autograd.grad(y, x, y.detach())
-            dead = ~recv.row_mask()[:, None]
-            return [y.detach(), dx, *(part.masked_fill(dead, 0) for part in copies(recv.tokens))]
-
-    def batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
-        ids = torch.where(inputs.topk_idx < 0, -1, (inputs.topk_idx + number) % case.config.num_experts)
-        return inputs.x * (1 + number), ids, inputs.topk_weights + number
-
     with open_arena(group, window, case.config) as arena:
-        eager = [[part.clone() for part in step(*batch(number))] for number in range(3)]
-        captured = epbuf.CapturedStep.capture(arena, step, batch(2))
-        replayed = [[part.clone() for part in captured(*batch(number))] for number in range(3)]
-        assert arena.window_allocations == 1
-        captured.close()
-    return [([a.cpu() for a in one], [b.cpu() for b in two]) for one, two in zip(eager, replayed, strict=True)]
+        return [(_on_cpu(eager), _on_cpu(replayed)) for eager, replayed in eager_and_replayed(arena, case)]
 
 
 @places((1, "local"), (2, "torch_symm"))
