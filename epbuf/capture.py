@@ -42,8 +42,8 @@ class CapturedStep:
         self._inputs = inputs
         self._graph = graph
         self._on_overflow = on_overflow
-        on_cuda = any(arena.device.type == "cuda" for arena in arenas)
-        self._player: _Player = _CudaPlayer(arenas[0].device) if on_cuda else _HostPlayer()
+        devices = [arena.device for arena in arenas]
+        self._player = player_on(next((d for d in devices if d.type == "cuda"), devices[0]), "thread_local")
         self._outputs: Any = None
         self._seen = [_Counters(memory.engine.control()) for memory in self._memories]
         self.overflow = torch.zeros((), device=arenas[0].device)
@@ -87,7 +87,7 @@ class CapturedStep:
         for arena in owners:
             arena.barrier()
             arena.free_unused()
-        inputs = tuple(_static(value) for value in example_inputs)
+        inputs = tuple(static_copy(value) for value in example_inputs)
         step = cls(owners, fn, inputs, Graph(object(), caller(), bool), on_overflow)
         itself = weakref.ref(step)
         step._graph.alive = lambda: (me := itself()) is not None and not me._closed
@@ -134,7 +134,7 @@ class CapturedStep:
             with self._guard("replay"):
                 outputs = self._run()
             with torch.no_grad():
-                tree_map(_copy_into, self._outputs, outputs)
+                tree_map(copy_into, self._outputs, outputs)
         else:
             self._player.replay()
         return self._outputs
@@ -263,7 +263,7 @@ class CapturedStep:
             _check_like(position, static, given)
         with torch.no_grad():
             for static, given in zip(self._inputs, inputs, strict=True):
-                _copy_into(static, given)
+                copy_into(static, given)
 
     def _judge(self, counters: list[_Counters | None]) -> None:
         """Raise, or report, what has happened since this was last called; None: the memory is gone."""
@@ -321,7 +321,7 @@ class _Counters:
         )
 
 
-class _Player(Protocol):
+class Player(Protocol):
     """How a step is recorded and run again."""
 
     record_runs: bool
@@ -361,7 +361,8 @@ class _CudaPlayer:
 
     record_runs = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, error_mode: str) -> None:
+        self._error_mode = error_mode
         self._graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -374,7 +375,7 @@ class _CudaPlayer:
 
     def recording(self) -> AbstractContextManager[Any]:
         assert self._graph is not None, "a closed step is not recorded"
-        return torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local")
+        return torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode=self._error_mode)
 
     def replay(self) -> None:
         assert self._graph is not None, "a closed step is not called"
@@ -385,6 +386,11 @@ class _CudaPlayer:
             torch.cuda.synchronize(self._stream.device)
             self._graph.reset()
         self._graph = None
+
+
+def player_on(device: torch.device, error_mode: str) -> Player:
+    """Return what records and replays a step on a device; `error_mode` is torch's `capture_error_mode`, on CUDA."""
+    return _CudaPlayer(device, error_mode) if device.type == "cuda" else _HostPlayer()
 
 
 class Snapshot:
@@ -505,7 +511,8 @@ def _refuse_nested(arenas: tuple[Arena, ...], call: str) -> None:
             )
 
 
-def _static(value: Any) -> Any:
+def static_copy(value: Any) -> Any:
+    """Return a copy of an input that is a tensor, needing a gradient if that does; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
@@ -515,7 +522,8 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _copy_into(static: Any, given: Any) -> Any:
+def copy_into(static: Any, given: Any) -> Any:
+    """Copy a value into a static tensor, unless it is that tensor; return what is static."""
     if isinstance(static, torch.Tensor) and static is not given:
         static.copy_(given)
     return static

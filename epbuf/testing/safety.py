@@ -9,9 +9,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from epbuf.arena import Arena
-from epbuf.capture import CapturedStep, Snapshot
+from epbuf.capture import CapturedStep, Snapshot, static_copy
 from epbuf.errors import CaptureError, ConfigError
-from epbuf.testing.plain import PlainStep, copy_of
+from epbuf.testing.plain import PlainStep
 from epbuf.testing.watch import Watch, count_allocations, foreign_pools, segments
 
 Rule: TypeAlias = Literal["host read", "refused", "left behind", "host state", "addresses", "allocations", "values"]
@@ -119,7 +119,7 @@ class _Trial:
                     on_overflow=lambda _: None,  # an eager run that overflows goes on, too
                 )  # fmt: skip
             else:
-                self._step = PlainStep(checked, inputs, _NUM_WARM_UPS, self._restore)
+                self._step = PlainStep(checked, inputs, _NUM_WARM_UPS, self._restore, self._device)
         except CaptureError as error:
             raise UnsafeStepError("refused", str(error)) from error
         pools = foreign_pools(self._watch.segments, segments(self._device))
@@ -151,7 +151,7 @@ class _Trial:
     def _eager(self, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         """Run `fn` on copies; return what it gave and what it left in `restore`, which is then put back."""
         before = Snapshot(self._restore)
-        copies = tuple(copy_of(value) for value in inputs)
+        copies = tuple(static_copy(value) for value in inputs)
         found: tuple[Any, Any] = tree_map(_copy_of_result, (self._fn(*copies), _values(self._restore)))
         before.put_back()
         return found
@@ -254,11 +254,10 @@ def _device_of(arenas: tuple[Arena, ...], inputs: tuple[Any, ...]) -> torch.devi
 
 
 def _state(restore: Sequence[Any]) -> list[torch.Tensor]:
-    """Return tensors that a step may replace: gradients, and what an optimiser keeps."""
+    """Return tensors that a step may replace: values, gradients, and what an optimiser keeps."""
     tensors = [t for item in restore for t in _tensors(item)]
     gradients = [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    optimizers = [item for item in restore if isinstance(item, torch.optim.Optimizer)]
-    return tensors + gradients + [leaf for o in optimizers for leaf in tree_leaves(list(o.state.values()))]
+    return tensors + gradients
 
 
 def _values(restore: Sequence[Any]) -> list[torch.Tensor]:
