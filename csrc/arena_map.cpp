@@ -30,11 +30,18 @@ const Geometry& checked(const Geometry& g, std::size_t num_windows) {
   return g;
 }
 
+PushTarget target_of(const RowFormat& format, std::int64_t rows, std::int64_t scales, std::int64_t wire,
+                     std::int64_t row_scales, std::int64_t weights) {
+  const std::int64_t lying = format.scale_row_bytes > 0 ? scales : -1;
+  const bool is_tiled = format.is_blocked != 0;
+  return {
+      format, rows, is_tiled ? wire : lying, format.format == kNvfp4 ? row_scales : -1, weights, is_tiled ? lying : -1};
+}
+
 // Of a frame or of a forward workspace: whichever holds the received rows.
 template <typename Offsets>
-PushTarget receiving(const RowFormat& format, const Offsets& set, std::int64_t weights) {
-  return {format, set.recv_tokens, format.scale_row_bytes > 0 ? set.recv_scales : -1,
-          format.format == kNvfp4 ? set.recv_row_scales : -1, weights};
+PushTarget receiving(const RowFormat& format, const Offsets& set, std::int64_t wire, std::int64_t weights) {
+  return target_of(format, set.recv_tokens, set.recv_scales, wire, set.recv_row_scales, weights);
 }
 
 }  // namespace
@@ -66,15 +73,15 @@ std::int64_t ArenaMap::row_bytes(const RowFormat& format) const {
 PushTarget ArenaMap::forward_target(const DispatchCall& call) const {
   const FrameOffsets& set = frame(call.frame);
   const std::int64_t weights = call.repeats == 0 ? set.recv_topk_weights : -1;
-  if (set.recv_tokens >= 0) return receiving(geometry_.recv, set, weights);
-  return receiving(geometry_.recv, forward(call.workspace), weights);
+  const ForwardOffsets& workspace = forward(call.workspace);
+  if (set.recv_tokens >= 0) return receiving(geometry_.recv, set, workspace.recv_scales_wire, weights);
+  return receiving(geometry_.recv, workspace, workspace.recv_scales_wire, weights);
 }
 
 PushTarget ArenaMap::backward_target(const DispatchCall& call) const {
   const BackwardOffsets& set = backward(call.workspace);
-  const RowFormat& format = geometry_.grad;
-  return {format, set.grad_expert_out, format.scale_row_bytes > 0 ? set.grad_expert_out_scales : -1,
-          format.format == kNvfp4 ? set.grad_expert_out_row_scales : -1, -1};
+  return target_of(geometry_.grad, set.grad_expert_out, set.grad_expert_out_scales, set.grad_expert_out_scales_wire,
+                   set.grad_expert_out_row_scales, -1);
 }
 
 void ArenaMap::check_num_tokens(std::int32_t num_tokens) const {

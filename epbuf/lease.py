@@ -290,12 +290,13 @@ class LeaseBook:
         """The graph that ops issued now belong to: whatever the stream captures, else what `recording_into` named."""
         return self._recording(None)
 
-    def touch(self, frame: int, recorded_in: Hashable | None = None) -> Graph | None:
+    def touch(self, frame: int, recorded_in: Hashable | None = None, capture: int | None = None) -> Graph | None:
         """Note that an op of `frame` is issued: while a graph records, the graph then holds the memory. Return it.
 
-        An op whose lease was recorded in another graph reserves the frame for both graphs until they die.
+        An op whose lease was recorded in another graph reserves the frame for both graphs until they die. `capture`:
+        that of the current stream, by who has asked already.
         """
-        graph = self._recording(frame)
+        graph = self._recording(frame, capture)
         if graph is None or graph.phase == "warm up":
             return graph
         with self._lock:
@@ -370,8 +371,9 @@ class LeaseBook:
             young = [(f.index, c) for f in self._frames for c in f.claims.values() if min(c.serial, f.lease) > serial]
         return [f"{claim.kind} on frame {frame} from {claim.where}" for frame, claim in young]
 
-    def _recording(self, frame: int | None) -> Graph | None:
-        key = self._captures.capture_key() if self._captures is not None else 0
+    def _recording(self, frame: int | None, key: int | None = None) -> Graph | None:
+        if key is None:
+            key = self._captures.capture_key() if self._captures is not None else 0
         if not key:
             return self._guard
         with self._lock:

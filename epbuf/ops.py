@@ -146,7 +146,7 @@ def dispatch(
     increment_version((*filled.regions, recv_topk_weights))
     _remember_versions(arena, state, filled)
     sent = Tokens(x, x, topk_weights, x_scales, x_row_scales, None)
-    _push(arena, state, Place(frame, workspace, refusal), sent, attempt)
+    _push(arena, state, Place(frame, workspace, refusal, now=arena.engine.now()), sent, attempt)
 
 
 def _expect_encoded(
@@ -230,7 +230,7 @@ def _route(
 ) -> tuple[Ticket, Place]:
     arena.raise_pending()
     book, attempt, x = arena.book, Attempt(), tokens.x
-    place = Place(frame, -1)
+    place = Place(frame, -1, now=arena.engine.now())
 
     def check() -> None:
         check_dispatch_order(arena, frame, lease)
@@ -240,7 +240,7 @@ def _route(
         place.workspace = _claim(arena, frame, "forward")
 
     place.refusal = attempt.run(check)
-    graph = book.touch(frame)
+    graph = book.touch(frame, capture=place.capture)
     control = _control_before(arena) if graph is None else None
     outcome = arena.engine.route(place, tokens.topk_idx, tokens.num_tokens)
     if outcome.status != _OK or attempt.error is not None:
@@ -261,7 +261,7 @@ def _expect_routed(arena: Generation, frame: int, regions: tuple[torch.Tensor, t
 
 
 def _push(arena: Generation, state: Ticket, place: Place, sent: Tokens, attempt: Attempt) -> None:
-    graph = arena.book.touch(state.frame, state.recorded_in)
+    graph = arena.book.touch(state.frame, state.recorded_in, place.capture)
     rows = Encoded(sent.x, sent.x_scales, sent.x_row_scales) if is_encoded(arena, sent) else sent.x
     outcome = arena.engine.dispatch(place, rows, sent.topk_weights)
     if attempt.error is not None:
@@ -301,9 +301,10 @@ def _pull(
     if state is None:  # released after its dispatch: the peers wait for READY
         _complete_combine(arena, frame, workspace, attempt)
     assert state is not None
-    book.touch(frame, state.recorded_in)
+    place = Place(frame, workspace, refusal, now=arena.engine.now())
+    book.touch(frame, state.recorded_in, place.capture)
     y = arena.new_token_rows(state.num_tokens) if out is None else out
-    outcome = arena.engine.combine(Place(frame, workspace, refusal), found, None if refusal else topk_weights, y)
+    outcome = arena.engine.combine(place, found, None if refusal else topk_weights, y)
     if found.tensor is not None:
         increment_version(arena.region("expert_out", workspace))
     _settle(arena, outcome, attempt, "combine")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gpus import GpuPool, open_arena, places
 from graphed import captured
 from ranks import raised
-from rounds import assert_same, draw_inputs
+from rounds import Inputs, assert_same, draw_inputs
 from routings import base_config, named_case
 from torch import Tensor
 
@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 EVERY_WINDOW = places((1, "local"), (2, "torch_symm"), (2, "nccl"))
 
 
-def _capture(arena: epbuf.Arena, rank: int, num_ranks: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-    """Capture a forward of the balanced routing; return the graph, its static x, and its y, which is three times x."""
+def _capture(arena: epbuf.Arena, rank: int, num_ranks: int) -> tuple[torch.cuda.CUDAGraph, Inputs, Tensor]:
+    """Capture a forward of the balanced routing; return the graph, its static inputs, and its y: three times x."""
     inputs = draw_inputs(named_case("balanced", num_ranks), rank, True, "cuda")
 
     def step() -> Tensor:
@@ -36,16 +36,16 @@ def _capture(arena: epbuf.Arena, rank: int, num_ranks: int) -> tuple[torch.cuda.
             return epbuf.combine(lease, epbuf.dispatch(lease, inputs.x, inputs.topk_idx).tokens)
 
     graph, y = captured(step)
-    return graph, inputs.x, y
+    return graph, inputs, y
 
 
 def _refused_close(rank: int, group: Any, window: str, num_ranks: int) -> str:
     with open_arena(group, window, base_config(num_ranks)) as arena:
-        graph, x, y = _capture(arena, rank, num_ranks)
+        graph, inputs, y = _capture(arena, rank, num_ranks)
         message = raised(LeaseError, arena.close)
-        x.add_(1)
+        inputs.x.add_(1)
         graph.replay()
-        assert_same(y, x * 3, "y after the refused close")
+        assert_same(y, inputs.x * 3, "y after the refused close")
         del graph
         arena.close()
         arena.close()
@@ -112,15 +112,15 @@ def test_process_ends_with_everything_alive(pool: GpuPool, num_ranks: int, windo
 def _dropped_arena(rank: int, group: Any, window: str, num_ranks: int) -> None:
     arena = open_arena(group, window, base_config(num_ranks))
     size = arena.plan.total_bytes
-    graph, x, y = _capture(arena, rank, num_ranks)
+    graph, inputs, y = _capture(arena, rank, num_ranks)
     with pytest.warns(ResourceWarning, match="without close"):
         del arena
         gc.collect()
     others = [torch.full((size,), 7, dtype=torch.uint8, device="cuda") for _ in range(8)]
     for _ in range(3):
-        x.add_(1)
+        inputs.x.add_(1)
         graph.replay()
-        assert_same(y, x * 3, "y of a graph whose arena was dropped")
+        assert_same(y, inputs.x * 3, "y of a graph whose arena was dropped")
     assert all(bool((other == 7).all()) for other in others), "a replay wrote into memory that is somebody else's now"
     if num_ranks > 1:
         dist.barrier(group)
