@@ -361,12 +361,22 @@ def _forward_dispatch(
         arena.order, arena.region("offs", frame), arena.region("counts", frame), arena.region("overflow", frame),
         lease.token, sent.topk_idx, sent.num_tokens, x, sent.x_scales, sent.x_row_scales, topk_weights,
     )  # fmt: skip
+    arena, frame = _follow(lease, ticket)
     filled, recv_weights = arena.received(_recv_index(arena, frame)), arena.region("recv_topk_weights", frame)
     ops.DISPATCH(
-        arena.order, filled.data, filled.scales, filled.row_scales, recv_weights, ticket, x, sent.x_scales,
-        sent.x_row_scales, topk_weights,
+        arena.order, filled.data, filled.scales, filled.row_scales, recv_weights, ticket, x, sent.topk_idx,
+        topk_weights, sent.x_scales, sent.x_row_scales, sent.num_tokens,
     )  # fmt: skip
     return _carrier(arena, frame, filled), recv_weights.detach(), ticket
+
+
+def _follow(lease: Lease, ticket: torch.Tensor) -> tuple[Generation, int]:
+    """Return where a lease's dispatch goes; a route that a selective checkpoint has saved brings its lease there."""
+    if not torch.compiler.is_compiling():
+        arena, state = ops.state_of(ticket)
+        if (state.frame, state.lease) != (lease.frame, lease.serial):
+            lease.take(arena, arena.book, state.frame, state.lease)
+    return _arena(lease), lease.frame
 
 
 def _carrier(arena: Generation, frame: int, filled: Encoded) -> torch.Tensor:
@@ -429,7 +439,7 @@ def _recv_index(arena: Generation, frame: int) -> int:
     """Return where this dispatch puts rows: the frame, or the workspace that route has claimed."""
     if arena.recv_in_frame:
         return frame
-    return 0 if torch.compiler.is_compiling() else arena.book.workspace(frame, "forward") or 0
+    return 0 if torch.compiler.is_compiling() else arena.book.next_workspace(frame, "forward")
 
 
 def _require_backward(arena: Generation) -> None:
