@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from epbuf import _C, ops
-from epbuf.checks import Tokens, are_placed, check_out_grad, check_places, check_raw_grad
+from epbuf.checks import SAVE_ALL_OPS, Tokens, are_placed, check_out_grad, check_places, check_raw_grad
 from epbuf.engine import Encoded
 from epbuf.errors import ConfigError, LeaseError
 from epbuf.generation import Generation, as_bytes
@@ -153,6 +153,8 @@ def dispatch(
     else:
         carrier, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
     arena, frame = _arena(lease), lease.frame  # others than before, if the arena has grown
+    if torch.compiler.is_compiling():
+        ticket = ticket.detach()  # a checkpoint returns to the code around it what torch ops made, but no HOP's results
     lease.ticket, lease.num_tokens = ticket, x.shape[0]
     if arena.recomputes:
         parts = (x, topk_idx, topk_weights, sent.x_scales, row_scales, num_tokens)
@@ -367,7 +369,22 @@ def _forward_dispatch(
         arena.order, filled.data, filled.scales, filled.row_scales, recv_weights, ticket, x, sent.topk_idx,
         topk_weights, sent.x_scales, sent.x_row_scales, sent.num_tokens,
     )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        _require_rows(arena, ticket)
     return _carrier(arena, frame, filled), recv_weights.detach(), ticket
+
+
+def _require_rows(arena: Generation, ticket: torch.Tensor) -> None:
+    """Refuse a dispatch that a selective checkpoint has saved, so that it did not run, where its rows are not."""
+    state = ops.state_of(ticket)[1]
+    if not state.filled:
+        raise LeaseError(f"a selective checkpoint has saved the dispatch and not its route: {SAVE_ALL_OPS}")
+    if state.combined and not arena.recv_in_frame:
+        raise LeaseError(
+            "a selective checkpoint has saved the dispatch, and its rows are gone: with this plan they last from "
+            "dispatch to combine. Let it save epbuf.ops.ROUTE alone, which dispatches again, or keep the rows: "
+            'save_recv=True, recv_policy="keep"'
+        )
 
 
 def _follow(lease: Lease, ticket: torch.Tensor) -> tuple[Generation, int]:
@@ -405,7 +422,18 @@ def _forward_combine(
     arena = _arena(lease)
     y = _token_rows(arena, lease.num_tokens) if out is None else out
     ops.COMBINE(arena.order, y, lease.token, lease.ticket, expert_out, topk_weights)
+    if not torch.compiler.is_compiling():
+        _end_combine(lease)
     return y
+
+
+def _end_combine(lease: Lease) -> None:
+    """Refuse a combine that a selective checkpoint has saved without its dispatch; let go of a second pass's ticket."""
+    assert lease.ticket is not None, "combine takes no lease without one"
+    if not ops.state_of(lease.ticket)[1].combined:
+        raise LeaseError(f"a selective checkpoint has saved the combine and not its dispatch: {SAVE_ALL_OPS}")
+    if lease.released:
+        lease.ticket = None
 
 
 def _arena(lease: Lease) -> Generation:

@@ -113,6 +113,7 @@ class Ticket:
     num_rows: int  # rows that expert_out may have besides C: those of Received.trim()
     overflowed: tuple[int, int] | None = None  # (rank, rows) of the largest demand, when over capacity
     bad_id: tuple[int, int, int] | None = None  # (rank, token, value) of the first id >= E
+    filled: bool = False  # its rows have been moved
     combined: bool = False
     returned: bool = False  # its first dispatch backward has run
     outstayed: bool = False  # it has been waited for, and is kept by somebody

@@ -35,7 +35,16 @@ from epbuf.checks import (
 from epbuf.engine import Encoded, Place, Rows, peer_error
 from epbuf.errors import CapacityError, ConfigError, EpbufError, LeaseError
 from epbuf.generation import Generation, arena_of
-from epbuf.lease import NO_CLAIM, NO_FRAME, Direction, Lease, Ticket, caller, make_ticket_tensor, read_ticket
+from epbuf.lease import (
+    NO_CLAIM,
+    NO_FRAME,
+    Direction,
+    Lease,
+    Ticket,
+    caller,
+    make_ticket_tensor,
+    read_ticket,
+)
 
 _LIBRARY = torch.library.Library("epbuf", "DEF")  # type: ignore[no-untyped-call]
 
@@ -141,7 +150,7 @@ def dispatch(
 ) -> None:  # fmt: skip
     """Move rows, scales and weights into their slots, zero padding, wait until all have arrived.
 
-    A ticket whose combine is over comes from a checkpoint that has saved the route: its round is repeated.
+    A ticket whose combine is over comes from a selective checkpoint that has saved the route: its round is repeated.
 
     Raises:
         CapacityError: overflow_policy="error" and some rank overflowed; on every rank.
@@ -297,6 +306,7 @@ def _push(arena: Generation, state: Ticket, place: Place, sent: Tokens, attempt:
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
     _settle(arena, outcome, attempt, "dispatch")
+    state.filled = True
     if graph is not None or not (arena.may_refuse_result or arena.grower is not None):
         return
     attempt.error = _read_round(arena, state) or _policy_error(arena, state)

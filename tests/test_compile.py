@@ -19,7 +19,7 @@ COMPILE_LIMIT_S = 180
 
 
 def open_arena(group: Any, num_frames: int = 2) -> epbuf.Arena:
-    config = base_config(group.size(), expert_alignment=16, token_dtype="fp32")
+    config = base_config(group.size(), expert_alignment=16, token_dtype="fp32", timeout_s=COMPILE_LIMIT_S)
     return epbuf.Arena.open(epbuf.Plan.build(config, schedule=epbuf.Schedule(num_frames)), group)
 
 
