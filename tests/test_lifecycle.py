@@ -7,9 +7,14 @@ experts of a token: exact in whole numbers, and known without the library.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import Pool, raised, size_of
@@ -21,7 +26,7 @@ import epbuf
 
 Spread = Callable[..., list[Any]]
 Batch = tuple[Tensor, Tensor]
-TOKENS = 12
+TOKENS, ENDING_LIMIT_S = 12, 90
 
 
 def open_arena(group: Any, device: str, window: str, num_frames: int = 1) -> epbuf.Arena:
@@ -79,7 +84,7 @@ def assert_usable(arena: epbuf.Arena) -> None:
     captured.close()
     arena.check()
     gc.collect()
-    assert list(arena.book.claims()) == [] and arena.report()["graphs"] == []
+    assert list(arena.book.claims()) == [] and arena.memory.graphs_after_drain() == []
 
 
 def three_graphs(rank: int, group: Any, device: str = "cpu", window: str = "auto") -> None:
@@ -153,11 +158,11 @@ def collected_while_capturing(rank: int, group: Any, device: str = "cpu", window
         claimed = []
 
         def step(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-            found = train(arena)(x, ids)
+            validate(arena)(x, ids)
             claimed.append(len(list(arena.book.claims())))
             gc.collect()
             claimed.append(len(list(arena.book.claims())))
-            return found
+            return train(arena)(x, ids)
 
         try:
             captured = epbuf.CapturedStep.capture(arena, step, (x, ids), warmup=0)
@@ -282,3 +287,34 @@ def _everybodys_rows(arena: epbuf.Arena, number: int) -> Tensor:
 
 def test_delayed_weight_gradient(spread: Spread) -> None:
     spread(2, delayed_weight_gradient)
+
+
+ORDERS = ("graph_first", "arena_first", "group_first", "everything_alive")
+
+
+def end_processes(
+    order: str, device: str, window: str, num_ranks: int, directory: Path, environment: Mapping[str, str] | None = None
+) -> None:  # fmt: skip
+    """Let every rank's process end in that order: each must say so, with status 0, in time."""
+    command = [sys.executable, str(Path(__file__).with_name("endings.py")), order, device, window, str(num_ranks)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(directory / "store")],
+            env=os.environ | (environment or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(num_ranks)
+    ]  # fmt: skip
+    try:
+        outputs = [rank.communicate(timeout=ENDING_LIMIT_S)[0] for rank in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert [rank.returncode for rank in ranks] == [0] * num_ranks, outputs
+    assert all("leaving" in output for output in outputs), outputs
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_processes_end_in_any_order(num_ranks: int, order: str, tmp_path: Path) -> None:
+    """Rule 17: graphs, arena, process group or interpreter first: no hang, no abort."""
+    end_processes(order, "cpu", "auto", num_ranks, tmp_path)
