@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from epbuf import _C, ops
 from epbuf.checks import SAVE_ALL_OPS, Tokens, are_placed, check_out_grad, check_places, check_raw_grad
@@ -421,19 +422,21 @@ def _forward_combine(
         return ops.combine_lease(lease, expert_out, topk_weights, out)
     arena = _arena(lease)
     y = _token_rows(arena, lease.num_tokens) if out is None else out
+    if torch.compiler.is_compiling():
+        ops.COMBINE(arena.order, y, lease.token, lease.ticket, expert_out, topk_weights)
+        return y
+    state = None if lease.ticket is None else ops.state_of(lease.ticket)[1]
+    was_combined = state is not None and state.combined
     ops.COMBINE(arena.order, y, lease.token, lease.ticket, expert_out, topk_weights)
-    if not torch.compiler.is_compiling():
-        _end_combine(lease)
-    return y
-
-
-def _end_combine(lease: Lease) -> None:
-    """Refuse a combine that a selective checkpoint has saved without its dispatch; let go of a second pass's ticket."""
-    assert lease.ticket is not None, "combine takes no lease without one"
-    if not ops.state_of(lease.ticket)[1].combined:
+    assert state is not None, "combine refuses a lease without a ticket"
+    if not state.combined:
         raise LeaseError(f"a selective checkpoint has saved the combine and not its dispatch: {SAVE_ALL_OPS}")
-    if lease.released:
+    if was_combined and out is None:
+        with _disable_current_modes():  # the checkpoint knows ops of its first pass only
+            y.fill_(torch.nan)  # y of a combine that did not run must not look right
+    if lease.released:  # a second pass on a lease of the first one
         lease.ticket = None
+    return y
 
 
 def _arena(lease: Lease) -> Generation:

@@ -632,7 +632,8 @@ def _register() -> None:
     kernels = {op.__name__: op for op in ops}
     for schema in _SCHEMAS:
         name = schema.split("(")[0]
-        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+        # The book advances when an op is called: a graph that the compiler makes and replays would not.
+        _LIBRARY.define(schema, tags=torch.Tag.cudagraph_unsafe)  # type: ignore[no-untyped-call]
         _LIBRARY.impl(name, kernels[name], "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"epbuf::{name}", _fake_route if name == "route" else _fake_nothing, lib=_LIBRARY)
 
