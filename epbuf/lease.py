@@ -20,6 +20,8 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, cast
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 from epbuf.errors import CaptureError, LeaseError
 
@@ -28,6 +30,7 @@ Phase = Literal["warm up", "record", "replay"]
 
 _WORD, _TOKEN = struct.Struct("=Q"), struct.Struct("=3q")  # of a ticket; of a lease: handle, frame, serial
 _OURS = ("epbuf", "torch", "contextlib", "weakref")
+NO_FRAME, NO_CLAIM = -1, 0  # of a lease that learns in dispatch which frame it has
 
 
 class Regions(Protocol):
@@ -110,6 +113,7 @@ class Ticket:
     num_rows: int  # rows that expert_out may have besides C: those of Received.trim()
     overflowed: tuple[int, int] | None = None  # (rank, rows) of the largest demand, when over capacity
     bad_id: tuple[int, int, int] | None = None  # (rank, token, value) of the first id >= E
+    filled: bool = False  # its rows have been moved
     combined: bool = False
     returned: bool = False  # its first dispatch backward has run
     outstayed: bool = False  # it has been waited for, and is kept by somebody
@@ -559,7 +563,10 @@ class Lease:
 
     def __init__(self, arena: Regions, book: LeaseBook, frame: int | None) -> None:
         self.where = caller() or "unknown"
-        self.frame, self.serial = book.acquire(frame, self.where)
+        if _recomputes_selectively():
+            self.frame, self.serial = NO_FRAME if frame is None else frame, NO_CLAIM
+        else:
+            self.frame, self.serial = book.acquire(frame, self.where)
         self.arena = arena
         self.book = book
         self.token = _make_token(book, self.frame, self.serial)
@@ -591,6 +598,10 @@ class Lease:
         """
         frame, serial = book.acquire_like(self.frame, self.where)
         self.book.end(self.serial)
+        self.take(arena, book, frame, serial)
+
+    def take(self, arena: Regions, book: LeaseBook, frame: int, serial: int) -> None:
+        """Stand for a claim that the book has, or had, and that no other lease stands for."""
         self.arena, self.book, self.frame, self.serial = arena, book, frame, serial
         self.token = _make_token(book, frame, serial)
 
@@ -650,6 +661,11 @@ class Lease:
             raise KeyError(name)
         if torch.compiler.is_compiling():  # traced code: claims are checked by the ops when it runs
             return self.frame if lifetime == "frame" else 0
+        if self.serial == NO_CLAIM:
+            raise LeaseError(
+                f"{name} of a lease that was acquired at {self.where} while a selective checkpoint runs its region "
+                "again: the saved route says in dispatch which frame it is; look at regions after dispatch"
+            )
         if not self.book.holds_frame(self.frame, self.serial):
             raise LeaseError(
                 f"{name} belongs to frame {self.frame}, and the lease acquired at {self.where} has ended with nothing "
@@ -671,6 +687,13 @@ class Lease:
 
     def __repr__(self) -> str:
         return f"Lease(frame={self.frame}, acquired at {self.where}{', released' if self.released else ''})"
+
+
+def _recomputes_selectively() -> bool:
+    """Tell whether a selective checkpoint runs its region again, so that the route to come may be a saved one."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _CachedTorchDispatchMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def caller() -> str:

@@ -35,7 +35,16 @@ from epbuf.checks import (
 from epbuf.engine import Encoded, Place, Rows, peer_error
 from epbuf.errors import CapacityError, ConfigError, EpbufError, LeaseError
 from epbuf.generation import Generation, arena_of
-from epbuf.lease import Direction, Lease, Ticket, make_ticket_tensor, read_ticket
+from epbuf.lease import (
+    NO_CLAIM,
+    NO_FRAME,
+    Direction,
+    Lease,
+    Ticket,
+    caller,
+    make_ticket_tensor,
+    read_ticket,
+)
 
 _LIBRARY = torch.library.Library("epbuf", "DEF")  # type: ignore[no-untyped-call]
 
@@ -43,8 +52,8 @@ _SCHEMAS = (
     "route(Tensor(a!) order, Tensor(b!) offs, Tensor(c!) counts, Tensor(d!) overflow, Tensor token, Tensor topk_idx, "
     "Tensor? num_tokens, Tensor x, Tensor? x_scales, Tensor? x_row_scales, Tensor? topk_weights) -> Tensor",
     "dispatch(Tensor(a!) order, Tensor(b!) recv_tokens, Tensor(c!)? recv_scales, Tensor(d!)? recv_row_scales, "
-    "Tensor(e!) recv_topk_weights, Tensor ticket, Tensor x, Tensor? x_scales, Tensor? x_row_scales, "
-    "Tensor? topk_weights) -> ()",
+    "Tensor(e!) recv_topk_weights, Tensor ticket, Tensor x, Tensor topk_idx, Tensor? topk_weights, Tensor? x_scales, "
+    "Tensor? x_row_scales, Tensor? num_tokens) -> ()",
     "combine(Tensor(a!) order, Tensor(b!) out, Tensor token, Tensor? ticket, Tensor expert_out, Tensor? topk_weights) "
     "-> ()",
     "combine_backward(Tensor(a!) order, Tensor(b!) grad_expert_out, Tensor(c!)? grad_scales, "
@@ -116,37 +125,67 @@ def route(
     """
     handle, frame, lease = token.tolist()
     arena, tokens = arena_of(handle), Tokens(x, topk_idx, topk_weights, x_scales, x_row_scales, num_tokens)
+    if lease == NO_CLAIM:
+        return _acquire_and_route(arena, None if frame == NO_FRAME else frame, tokens)
     ticket, _ = _route(arena, frame, lease, (offs, counts, overflow), tokens)
+    return make_ticket_tensor(arena.book, ticket.serial)
+
+
+def _acquire_and_route(arena: Generation, asked: int | None, tokens: Tokens) -> torch.Tensor:
+    """Route for a lease that a selective checkpoint's second pass acquired, when no route was saved for it."""
+    frame, lease = arena.book.acquire(asked, caller())
+    try:
+        ticket, _ = _route(arena, frame, lease, arena.routed(frame), tokens)
+    except BaseException:
+        arena.book.end(lease)
+        raise
     return make_ticket_tensor(arena.book, ticket.serial)
 
 
 def dispatch(
     order: torch.Tensor, recv_tokens: torch.Tensor, recv_scales: torch.Tensor | None,
     recv_row_scales: torch.Tensor | None, recv_topk_weights: torch.Tensor, ticket: torch.Tensor, x: torch.Tensor,
-    x_scales: torch.Tensor | None, x_row_scales: torch.Tensor | None, topk_weights: torch.Tensor | None,
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, x_scales: torch.Tensor | None,
+    x_row_scales: torch.Tensor | None, num_tokens: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Move rows, scales and weights into their slots, zero padding, wait until all have arrived.
+
+    A ticket whose combine is over comes from a selective checkpoint that has saved the route: its round is repeated.
 
     Raises:
         CapacityError: overflow_policy="error" and some rank overflowed; on every rank.
         ConfigError: validate_ids and some rank's id is not below num_experts; on every rank.
     """
     arena, state = state_of(ticket)
-    frame, attempt = state.frame, Attempt()
-    workspace = arena.book.workspace(frame, "forward")
-    assert workspace is not None, "route claims the workspace and only combine ends it"
+    frame, attempt, place = state.frame, Attempt(), Place(state.frame, -1)
     filled = Encoded(recv_tokens, recv_scales, recv_row_scales)
+    sent = Tokens(x, topk_idx, topk_weights, x_scales, x_row_scales, num_tokens)
 
     def check() -> None:
-        index = frame if arena.recv_in_frame else workspace
+        if state.combined:
+            check_sent(arena, sent, frame)
+        place.workspace = _claim(arena, frame, "forward")
+        index = frame if arena.recv_in_frame else place.workspace
         _expect_encoded(arena, filled, arena.received(index), ("recv_tokens", "recv_scales", "recv_row_scales"), index)
         arena.expect("recv_topk_weights", frame, recv_topk_weights)
 
-    refusal = attempt.run(check)
+    place.refusal = attempt.run(check)
+    if state.combined:
+        _route_again(arena, state, place, sent, attempt)
     increment_version((*filled.regions, recv_topk_weights))
     _remember_versions(arena, state, filled)
-    sent = Tokens(x, x, topk_weights, x_scales, x_row_scales, None)
-    _push(arena, state, Place(frame, workspace, refusal, now=arena.engine.now()), sent, attempt)
+    _push(arena, state, place, sent, attempt)
+
+
+def _route_again(arena: Generation, state: Ticket, place: Place, sent: Tokens, attempt: Attempt) -> None:
+    """Begin one more round of a frame, on every rank: the same slots, for the same lease and ticket."""
+    arena.raise_pending()
+    arena.book.touch(state.frame, state.recorded_in)
+    outcome = arena.engine.route(place, sent.topk_idx, sent.num_tokens)
+    if outcome.status != _OK or attempt.error is not None:
+        arena.book.end_workspace(state.frame, "forward")
+        _settle(arena, outcome, attempt, "dispatch")
+    state.workspace, state.combined = place.workspace, False
 
 
 def _expect_encoded(
@@ -267,6 +306,7 @@ def _push(arena: Generation, state: Ticket, place: Place, sent: Tokens, attempt:
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
     _settle(arena, outcome, attempt, "dispatch")
+    state.filled = True
     if graph is not None or not (arena.may_refuse_result or arena.grower is not None):
         return
     attempt.error = _read_round(arena, state) or _policy_error(arena, state)
@@ -593,7 +633,8 @@ def _register() -> None:
     kernels = {op.__name__: op for op in ops}
     for schema in _SCHEMAS:
         name = schema.split("(")[0]
-        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+        # The book advances when an op is called: a graph that the compiler makes and replays would not.
+        _LIBRARY.define(schema, tags=torch.Tag.cudagraph_unsafe)  # type: ignore[no-untyped-call]
         _LIBRARY.impl(name, kernels[name], "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"epbuf::{name}", _fake_route if name == "route" else _fake_nothing, lib=_LIBRARY)
 
