@@ -655,39 +655,53 @@ def test_carve_gives_what_the_format_has() -> None:
     assert row_scales.dtype == torch.float32 and row_scales.data_ptr() == buffer.data_ptr() + 4 * (64 + 16)
 
 
-def _raw(rank: int, group: Any, scale_row_bytes: int) -> tuple[dict[str, Any], Tensor, Tensor | None]:
-    payload = Payload.raw(48, scale_row_bytes)
-    case = named_case("some_negative", 2, 16, hidden=128, dispatch_payload=payload)
+def raw_case(scale_row_bytes: int) -> Case:
+    return named_case("some_negative", 2, 16, hidden=128, dispatch_payload=Payload.raw(48, scale_row_bytes))
+
+
+def raw_bytes(rank: int, scale_row_bytes: int) -> tuple[Tensor, Tensor]:
+    """Draw what a rank sends: x [T, 48] and scales [T, scale_row_bytes], uint8."""
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randint(0, 256, (12, 48), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(0, 256, (12, scale_row_bytes), generator=generator, dtype=torch.uint8)
-    given = scales if scale_row_bytes else None
-    weights = draw_inputs(case, rank, False).topk_weights.clone().requires_grad_()
-    with open_arena(case, group) as arena, arena.acquire() as lease:
-        poison(arena)
-        recv = epbuf.dispatch(lease, x, case.topk_idx[rank], weights, x_scales=given)
-        got = {
-            "parts": copies(recv.tokens, recv.scales),
-            "end": int(recv.offs[-1]),
-            "dequantize": raised(ConfigError, recv.dequantize),
-        }
-        rows = torch.ones(recv.carrier.shape, dtype=torch.bfloat16)
+    x, scales = (torch.randint(0, 256, (12, width), generator=generator) for width in (48, scale_row_bytes))
+    return x.to(torch.uint8), scales.to(torch.uint8)
+
+
+def raw_round(arena: epbuf.Arena, scale_row_bytes: int) -> dict[str, Any]:
+    """Send raw rows forward, and gradients of their weights back."""
+    inputs = draw_inputs(raw_case(scale_row_bytes), arena.rank, False, arena.device.type)
+    x, scales = (part.to(arena.device) for part in raw_bytes(arena.rank, scale_row_bytes))
+    weights = inputs.topk_weights.clone().requires_grad_()
+    poison(arena)
+    with arena.acquire() as lease:
+        recv = epbuf.dispatch(lease, x, inputs.topk_idx, weights, x_scales=scales if scale_row_bytes else None)
+        parts, end = [part.cpu() for part in copies(recv.tokens, recv.scales)], int(recv.offs[-1])
+        refusal = raised(ConfigError, recv.dequantize)
+        rows = torch.ones(recv.carrier.shape, dtype=torch.bfloat16, device=arena.device)
         epbuf.combine(lease, rows, topk_weights=recv.topk_weights).sum().backward()
         assert weights.grad is not None and recv.carrier.stride() == (0, 0)
-        return got, x, given
+    return {"parts": parts, "end": end, "dequantize": refusal}
+
+
+def assert_raw(results: list[dict[str, Any]], scale_row_bytes: int) -> None:
+    case = raw_case(scale_row_bytes)
+    capacity = epbuf.Plan.build(case.config).capacity_rows
+    routing = reference.route(case.config, capacity, case.topk_idx)
+    sent = zip(*(raw_bytes(rank, scale_row_bytes) for rank in range(2)), strict=True)
+    parts = list(sent)[: 2 if scale_row_bytes else 1]
+    for rank, got in enumerate(results):
+        assert_received(got["parts"], [reference._place(capacity, routing, rank, part) for part in parts], got["end"])
+        assert "raw" in got["dequantize"]
+
+
+def _raw(rank: int, group: Any, scale_row_bytes: int) -> dict[str, Any]:
+    with open_arena(raw_case(scale_row_bytes), group) as arena:
+        return raw_round(arena, scale_row_bytes)
 
 
 @pytest.mark.parametrize("scale_row_bytes", [0, 32])
 def test_raw_bytes_are_forwarded(scale_row_bytes: int) -> None:
     """raw: the caller's bytes and scales in their slots; nobody but the caller can decode them."""
-    results = virtual(2, _raw, scale_row_bytes)
-    case = named_case("some_negative", 2, 16, hidden=128, dispatch_payload=Payload.raw(48, scale_row_bytes))
-    capacity = epbuf.Plan.build(case.config).capacity_rows
-    routing = reference.route(case.config, capacity, case.topk_idx)
-    parts = [[x for _, x, _ in results], [scales for _, _, scales in results]][: 2 if scale_row_bytes else 1]
-    for rank, (got, _, _) in enumerate(results):
-        assert_received(got["parts"], [reference._place(capacity, routing, rank, part) for part in parts], got["end"])
-        assert "raw" in got["dequantize"]
+    assert_raw(virtual(2, _raw, scale_row_bytes), scale_row_bytes)
 
 
 def _raw_grad_bytes(rank: int, group: Any) -> tuple[list[Tensor], Tensor, int, str]:

@@ -12,6 +12,7 @@ from routings import Case
 from test_payloads import (
     PAYLOADS,
     ROUTINGS,
+    assert_raw,
     assert_received,
     assert_round,
     case_of,
@@ -21,6 +22,8 @@ from test_payloads import (
     every_payload,
     expected,
     poison,
+    raw_case,
+    raw_round,
     round_of,
 )
 from torch import Tensor
@@ -86,6 +89,19 @@ def test_rows_that_are_encoded_already(pool: GpuPool, num_ranks: int, window: st
     case = case_of(word, num_ranks=num_ranks)
     for rank, (*got, end) in enumerate(pool.run(num_ranks, _prequantised, window, case)):
         assert_received(got, expected(case, "x", PAYLOADS[word])[rank], int(end))
+
+
+def _raw(rank: int, group: Any, window: str, scale_row_bytes: int) -> dict[str, Any]:
+    with open_arena(group, window, raw_case(scale_row_bytes).config) as arena:
+        got = raw_round(arena, scale_row_bytes)
+        arena.check()
+    return got
+
+
+@places((2, "torch_symm"))
+@pytest.mark.parametrize("scale_row_bytes", [0, 32])
+def test_raw_bytes_are_forwarded(pool: GpuPool, num_ranks: int, window: str, scale_row_bytes: int) -> None:
+    assert_raw(pool.run(num_ranks, _raw, window, scale_row_bytes), scale_row_bytes)
 
 
 def _replayed(rank: int, group: Any, window: str, case: Case) -> list[tuple[list[Tensor], list[Tensor]]]:
