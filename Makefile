@@ -13,6 +13,7 @@
 PYTHON ?= python3
 TORCH := torch==2.13.0
 BUILD_TOOLS := scikit-build-core pybind11 cmake ninja
+MEGATRON := megatron-core==0.19.2
 
 # Stamps live beside what they vouch for: a deleted .venv takes its stamps along.
 ifdef PY
@@ -48,12 +49,22 @@ $(STAMPS)/build: $(STAMPS)/venv $(NATIVE_SOURCES)
 	@echo "building the native module"
 	$(PIP) install --quiet --no-build-isolation --editable '.[dev]'
 	@touch $@
+
+# From source and without its dependencies: its wheels are for Python 3.12, and torch is here already.
+$(STAMPS)/megatron: $(STAMPS)/build
+	@echo "installing $(MEGATRON), which the tests of its adapter need"
+	$(PIP) install --quiet numpy packaging triton==3.7.1
+	$(PIP) install --quiet --no-deps --ignore-requires-python --no-binary megatron-core $(MEGATRON)
+	@touch $@
 else
 $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/build: $(STAMPS)/venv pyproject.toml $(NATIVE_SOURCES)
 	$(PIP) install --quiet --no-build-isolation --no-deps --no-index --editable .
+	@touch $@
+
+$(STAMPS)/megatron: $(STAMPS)/build
 	@touch $@
 endif
 
@@ -66,7 +77,7 @@ bench: build
 bench-gpu: build
 	$(PY) graphs/bench/launch.py $(ARGS)
 
-test: lint
+test: lint $(STAMPS)/megatron
 	$(PY) -m pytest -m "not gpu" $(ARGS)
 
 test-gpu: build

@@ -1,0 +1,1 @@
+"""Adapters for other libraries. Each is imported by name; `import epbuf` imports none."""
