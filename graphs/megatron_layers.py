@@ -1,6 +1,6 @@
 """Megatron-Core MoE layers for the programs of this folder and for the tests: groups, configs, weights, CPU stand-ins.
 
-Megatron-Core is made for GPUs. Where there is none, `stand_ins` puts plain values in place of four of its and torch's
+Megatron-Core is made for GPUs. Where there is none, `stand_ins` puts plain values in place of a few of its and torch's
 functions; nothing in `epbuf` needs that.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that Transformer Engine, Apex and absl are not there
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -44,6 +45,8 @@ def stand_ins() -> Iterator[None]:
         mock.patch.object(torch.cuda, "stream", lambda *_: nullcontext()),
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
         mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
+        mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: None),  # of recompute
+        mock.patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None),
     ):
         yield
 
