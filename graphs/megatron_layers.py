@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -59,20 +59,22 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 def groups_of(group: dist.ProcessGroup, num_tensor: int = 1) -> Any:
     """Return the process groups of an MoE layer over one group: `num_tensor` tensor-parallel ranks for each expert.
 
-    Ranks of one expert are neighbours. Every process keeps the groups that it made.
+    Ranks of one expert are neighbours. Every process keeps the groups that it made. With tensor parallelism, collective
+    over all processes.
     """
     ranks = dist.get_process_group_ranks(group)
-    place = ranks.index(dist.get_rank())
-
-    def subgroup(members: Sequence[int]) -> dist.ProcessGroup:
-        return dist.new_group(list(members), use_local_synchronization=True)
-
-    alone = subgroup([dist.get_rank()])
-    start = place - place % num_tensor
-    tensor = alone if num_tensor == 1 else subgroup(ranks[start : start + num_tensor])
-    expert = group if num_tensor == 1 else subgroup(ranks[place % num_tensor :: num_tensor])
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    tensor, expert = alone, group
+    if num_tensor > 1:
+        tensor = _mine([ranks[start : start + num_tensor] for start in range(0, len(ranks), num_tensor)])
+        expert = _mine([ranks[start::num_tensor] for start in range(num_tensor)])
     names = {"tp": tensor, "expt_tp": tensor, "ep": expert, "tp_ep": group, "cp": alone, "expt_dp": alone}
     return SimpleNamespace(**names, tp_cp=tensor, tp_dp_cp=group, expt_dp_gtp_remat=alone)
+
+
+def _mine(groups: list[list[int]]) -> dist.ProcessGroup:
+    made = [dist.new_group(ranks) for ranks in groups]
+    return made[next(i for i, ranks in enumerate(groups) if dist.get_rank() in ranks)]
 
 
 def make_config(groups: Any, **options: Any) -> TransformerConfig:

@@ -9,10 +9,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron_layers import ALLTOALL, FLEX, Layers, groups_of, layer_spec, make_config, stand_ins
 from torch import Tensor
 
@@ -44,6 +47,7 @@ class Case:
     num_tensor: int = 1
     lengths: tuple[int, ...] = (SEQUENCE,)
     route: str = "rebind"
+    plain_gate: bool = False  # Megatron-Core's own gate cannot reshape a batch without tokens
 
     def recipe(self, num_tensor: int) -> dict[str, Any]:
         """Return what install takes: the longest sequence is that of all sequence-parallel ranks."""
@@ -112,6 +116,8 @@ PROGRAMS: dict[str, Callable[[Layers, Sequence[tuple[Tensor, Tensor]]], list[Ten
 
 def run_program(model: Layers, case: Case, rank: int) -> Found:
     """Run the program; return outputs, gradients of inputs, and those of all weights."""
+    for layer in model.layers if case.plain_gate else ():
+        layer.router.gating = partial(F.linear, weight=layer.router.weight)
     length = case.lengths[rank % len(case.lengths)]
     batches = draw_batches(rank, length, 3)
     outputs = PROGRAMS[case.program](model, batches)
@@ -122,9 +128,17 @@ def run_program(model: Layers, case: Case, rank: int) -> Found:
 
 
 def stock(group: dist.ProcessGroup, case: Case) -> Found:
-    """Run a case with Megatron-Core's alltoall dispatcher."""
+    """Run a case with Megatron-Core's alltoall dispatcher.
+
+    Over tensor-parallel ranks with its allgather dispatcher: the other one gathers parts of unequal sizes there, which
+    gloo cannot.
+    """
     groups = groups_of(group, case.num_tensor)
-    return run_program(Layers(make_config(groups, **{**case.options, **ALLTOALL}), groups), case, dist.get_rank(group))
+    dispatcher = ALLTOALL if case.num_tensor == 1 else {"moe_token_dispatcher_type": "allgather"}
+    if case.num_tensor > 1 and parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    model = Layers(make_config(groups, **{**case.options, **dispatcher}), groups)
+    return run_program(model, case, dist.get_rank(group))
 
 
 @contextmanager
