@@ -48,6 +48,7 @@ class Case:
     lengths: tuple[int, ...] = (SEQUENCE,)
     route: str = "rebind"
     plain_gate: bool = False  # Megatron-Core's own gate cannot reshape a batch without tokens
+    seed: int = 0
 
     def recipe(self, num_tensor: int) -> dict[str, Any]:
         """Return what install takes: the longest sequence is that of all sequence-parallel ranks."""
@@ -59,9 +60,9 @@ class Case:
         return dataclasses.replace(self, options={**self.options, **options})
 
 
-def draw_batches(rank: int, length: int, count: int) -> list[tuple[Tensor, Tensor]]:
+def draw_batches(rank: int, length: int, count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     """Draw inputs that need a gradient, and targets, [S, B, H] float32."""
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(100 * seed + rank)
     drawn = torch.randn(count, 2, length, BATCH, HIDDEN, generator=generator)
     return [(x.clone().requires_grad_(), target) for x, target in drawn]
 
@@ -119,7 +120,7 @@ def run_program(model: Layers, case: Case, rank: int) -> Found:
     for layer in model.layers if case.plain_gate else ():
         layer.router.gating = partial(F.linear, weight=layer.router.weight)
     length = case.lengths[rank % len(case.lengths)]
-    batches = draw_batches(rank, length, 3)
+    batches = draw_batches(rank, length, 3, case.seed)
     outputs = PROGRAMS[case.program](model, batches)
     found = {f"y{number}": y for number, y in enumerate(outputs)}
     found |= {f"dx{number}": x.grad for number, (x, _) in enumerate(batches) if x.grad is not None}

@@ -53,8 +53,6 @@ def test_shapes_and_counts_equal_alltoall_to_the_bit(pool: Pool, num_ranks: int)
     assert [report["num_frames"] for report in reports] == [2, 2, 2, 3, 2]
 
 
-
-
 @pytest.mark.parametrize("route", ["rebind", "spec", "replace"])
 def test_route_equals_alltoall_to_the_bit(pool: Pool, route: str) -> None:
     """Each with a shared expert, which the routed experts' output is added to."""

@@ -108,6 +108,8 @@ class EpbufManager(metaclass=_Shared):
         with named_range(f"epbuf dispatch {self.layer}"), self._growth(arena):
             recv = self._send(arena, lease, hidden_states)
             rows = recv.dequantize()
+        assert self.token_probs is not None, "_send has read it"
+        self.token_probs = self.token_probs.detach()  # or the graph of the layers before keeps their frames
         name_backward(recv.topk_weights, f"epbuf dispatch backward {self.layer}")
         self._note_demand(arena, recv)
         self.num_local_tokens = hidden_states.shape[0]
