@@ -20,7 +20,8 @@ STATIC = {"moe_ncclep_static_shape": True}
 
 @contextmanager
 def grouped_model(
-    group: Any, options: dict[str, Any], *, length: int, plan: dict[str, Any] | None = None, experts: Any = GroupedExperts
+    group: Any, options: dict[str, Any], *, length: int, plan: dict[str, Any] | None = None,
+    experts: Any = GroupedExperts,
 ) -> Iterator[tuple[Layers, Installation]]:  # fmt: skip
     """Build two layers of grouped experts over epbuf; close and undo behind them."""
     groups = groups_of(group)

@@ -106,7 +106,7 @@ def exact_rows_in_a_capture(rank: int, group: Any) -> str:
     import epbuf
     from epbuf.integrations import megatron
 
-    with stand_ins(), grouped_model(group, {}, length=16) as (model, installation):
+    with stand_ins(), grouped_model(group, {}, length=16) as (model, _):
         arena = megatron.prepare(model)
         x = draw_batches(rank, 16, 1)[0][0].detach()
         return raised(CaptureError, lambda: epbuf.CapturedStep.capture(arena, model, (x,)))
@@ -125,7 +125,7 @@ def no_drops_in_a_capture(rank: int, group: Any) -> str:
     from epbuf.integrations import megatron
 
     options = {**STATIC, "moe_expert_rank_capacity_factor": 0.75}
-    with stand_ins(), grouped_model(group, options, length=16) as (model, installation):
+    with stand_ins(), grouped_model(group, options, length=16) as (model, _):
         arena = megatron.prepare(model)
         for layer in model.layers:
             layer.token_dispatcher._comm_manager.moe_expert_rank_capacity_factor = None  # as the rerun runner does

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+import torch
 from ranks import Pool
+
+from epbuf import reference
+from epbuf.config import EpConfig
 
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 TWO_STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": "torch.float32"}
@@ -82,3 +87,62 @@ def test_tensor_parallel_experts(pool: Pool) -> None:
 def test_router_that_drops_tokens(pool: Pool) -> None:
     """moe_expert_capacity_factor leaves tokens with fewer experts than top-k, some with none."""
     check(pool, 2, {"options": {"moe_expert_capacity_factor": 0.5}})
+
+
+def sums_of_rows(rank: int, group: Any, num_topk: int) -> dict[str, Any]:
+    """Record the rows that each sum takes, and what came out: in combine, and in dispatch's backward."""
+    from programs import Case, draw_batches, epbuf_model, stand_ins
+
+    case = Case(options={"moe_router_topk": num_topk, "num_layers": 1}, plan={"num_moe_layers": 1})
+    found: dict[str, Any] = {}
+    with stand_ins(), epbuf_model(group, case) as (model, installation):
+        manager = model.layers[0].token_dispatcher._comm_manager
+        dispatch, combine = manager.dispatch, manager.combine
+
+        def recorded_dispatch(hidden_states: Any, *flags: Any) -> Any:
+            sent = hidden_states.view_as(hidden_states)
+            sent.register_hook(lambda grad: found.update(dx=grad.clone()))
+            rows = dispatch(sent, *flags)
+            rows.register_hook(lambda grad: found.update(grad_rows=grad.clone()))
+            found["topk_idx"] = manager.token_indices.clone()
+            return rows
+
+        def recorded_combine(rows: Any, *flags: Any) -> Any:
+            y = combine(rows, *flags)
+            found.update(rows=rows.detach().clone(), y=y.detach().clone())
+            return y
+
+        manager.dispatch, manager.combine = recorded_dispatch, recorded_combine
+        x, target = draw_batches(rank, 16, 1)[0]
+        (model(x) * target).sum().backward()
+        return {**found, "plan": installation.arena.plan.to_json(), "capacity": installation.arena.capacity_rows}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_sums_over_eight_experts_are_within_two_ulp(pool: Pool, num_ranks: int) -> None:
+    """Each is compared with the float64 sum of the same rows, found by the reference; one ulp is that of the sum of
+    their magnitudes."""
+    found = pool.run(num_ranks, sums_of_rows, 8)
+    content = json.loads(found[0]["plan"])["config"]
+    config = EpConfig(**{k: content[k] for k in ("num_ranks", "num_experts", "num_topk", "hidden",
+                                                 "max_tokens_per_rank", "token_dtype")})  # fmt: skip
+    assert config.num_topk == 8
+    routing = reference.route(config, found[0]["capacity"], [each["topk_idx"] for each in found])
+    largest = 0.0
+    for rank, each in enumerate(found):
+        assert (each["topk_idx"].diff(dim=1) > 0).all(), "experts stand in ascending order"
+        for rows_of, result in (("rows", "y"), ("grad_rows", "dx")):
+            terms = torch.stack([
+                found[int(dest)][rows_of][int(row)].double()
+                for dest, row in zip(reference.slot_ranks(routing.slot_map[rank]).flatten(),
+                                     reference.slot_rows(routing.slot_map[rank]).flatten(), strict=True)
+            ]).view(*each["topk_idx"].shape, -1)  # fmt: skip
+            ulp = 2.0 ** (torch.floor(torch.log2(terms.abs().sum(1))) - 23)
+            largest = max(largest, ((each[result].double() - terms.sum(1)).abs() / ulp).max().item())
+    print(f"largest distance from the float64 sum: {largest:.2f} ulp")
+    assert 0 < largest <= 2
+
+
+def test_layers_with_eight_experts_a_token_equal_alltoall(pool: Pool) -> None:
+    """Rows are added in ascending order of experts, which is the stock dispatcher's order on one thread, too."""
+    check(pool, 2, {"options": {"moe_router_topk": 8}})

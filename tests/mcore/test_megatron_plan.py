@@ -1,4 +1,4 @@
-"""Plans from a Megatron-Core configuration: every number from declared maxima, without Megatron-Core and without torch."""
+"""Plans from a Megatron-Core configuration: numbers from declared maxima, without Megatron-Core and without torch."""
 
 from __future__ import annotations
 
