@@ -21,13 +21,15 @@ STATIC = {"moe_ncclep_static_shape": True}
 @contextmanager
 def grouped_model(
     group: Any, options: dict[str, Any], *, length: int, plan: dict[str, Any] | None = None,
-    experts: Any = GroupedExperts,
+    experts: Any = GroupedExperts, device: str = "cpu", window: str = "auto",
 ) -> Iterator[tuple[Layers, Installation]]:  # fmt: skip
-    """Build two layers of grouped experts over epbuf; close and undo behind them."""
+    """Build two layers of grouped experts over epbuf, in bfloat16 on CUDA; close and undo behind them."""
     groups = groups_of(group)
-    with megatron.install(Case(lengths=(length,), plan={"expert_alignment": 16, **(plan or {})}).recipe(1)) as made:
-        config = make_config(groups, **{**FLEX, **options})
-        yield Layers(config, groups, layer_spec(experts)), made
+    recipe = Case(lengths=(length,), plan={"expert_alignment": 16, **(plan or {})}).recipe(1)
+    dtype = {} if device == "cpu" else {"bf16": True, "params_dtype": torch.bfloat16}
+    with megatron.install(recipe, device=device, window=window) as made:
+        config = make_config(groups, **{**FLEX, **dtype, **options})
+        yield Layers(config, groups, layer_spec(experts)).to(device), made
 
 
 def training_step(model: Layers) -> Callable[[Tensor, Tensor], list[Tensor]]:

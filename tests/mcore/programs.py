@@ -47,6 +47,7 @@ class Case:
     num_tensor: int = 1
     lengths: tuple[int, ...] = (SEQUENCE,)
     route: str = "rebind"
+    flags: dict[str, Any] = field(default_factory=dict)  # set on the config, of versions that have them
     plain_gate: bool = False  # Megatron-Core's own gate cannot reshape a batch without tokens
     seed: int = 0
 
@@ -149,6 +150,8 @@ def epbuf_model(group: dist.ProcessGroup, case: Case) -> Iterator[tuple[Layers, 
     route = "rebind" if case.route == "rebind" else "spec"
     with megatron.install(case.recipe(case.num_tensor), route) as installation:
         config = make_config(groups, **{**case.options, **(FLEX if case.route == "rebind" else ALLTOALL)})
+        for name, value in case.flags.items():
+            setattr(config, name, value)
         model = Layers(config, groups, installation.swap(layer_spec()) if case.route == "spec" else None)
         if case.route == "replace":
             assert megatron.replace_dispatchers(model) == len(model.layers)

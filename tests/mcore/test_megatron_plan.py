@@ -72,10 +72,13 @@ def test_tokens_of_a_rank(options: dict[str, Any], sizes: dict[str, Any], num_to
         ({"mtp_num_layers": 1}, 3, 17, "17 MoE layers"),
         ({"mtp_num_layers": 1}, 2, 32, "16 MoE layers"),
         ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, 0, 1, "recomputed"),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": []}, 3, 16 * 8, "graphs of its own"),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["moe_router"]}, 3, 16, "1 microbatches in flight"),
         ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, 0, 2, "recomp"),
     ],
     ids=["no pipeline", "last stage", "virtual pipeline", "dense layers first", "every second", "uneven stages",
-         "repeat on the last stage", "no repeat before it", "recompute moe", "recompute full"],
+         "repeat on the last stage", "no repeat before it", "recompute moe",
+         "graphs of whole layers", "graphs of routers", "recompute full"],
 )  # fmt: skip
 def test_frames_of_a_stage(options: dict[str, Any], stage: int, num_frames: int, words: str) -> None:
     found = plan_of({"pipeline_rank": stage}, **options)

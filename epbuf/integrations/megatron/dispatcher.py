@@ -104,8 +104,8 @@ class EpbufManager(metaclass=_Shared):
         """
         arena = self.buffers.ready(self.needs)
         self._drop()  # what a forward left that raised between dispatch and combine
-        lease = arena.acquire()
         with named_range(f"epbuf dispatch {self.layer}"), self._growth(arena):
+            lease = arena.acquire()
             recv = self._send(arena, lease, hidden_states)
             rows = recv.dequantize()
         assert self.token_probs is not None, "_send has read it"
@@ -221,8 +221,9 @@ class EpbufManager(metaclass=_Shared):
         limit = arena.plan.config.max_tokens_per_rank
         try:
             return dispatch(lease, rows, self.token_indices, self.token_probs.float())
-        except ConfigError as error:
-            if rows.shape[0] <= limit:
+        except BaseException as error:
+            lease.release()  # not when its traceback is gone
+            if not isinstance(error, ConfigError) or rows.shape[0] <= limit:
                 raise
             raise ConfigError(
                 f"{rows.shape[0]} tokens came to an MoE layer ({self.layer}) and {limit} a rank were declared: give "

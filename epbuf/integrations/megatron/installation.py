@@ -169,20 +169,23 @@ def installed() -> Installation | None:
     return found
 
 
-def prepare(model: Any) -> Arena:
+def prepare(model: Any) -> Arena | None:
     """Open the arena of a built model by hand: what a capture needs that no eager step comes before.
 
-    Collective over the group of its MoE layers. Also gives ranges in profiles the numbers of layers.
+    Collective over the group of its MoE layers; None, and nothing to do, for a pipeline stage without any. Also gives
+    ranges in profiles the numbers of layers.
 
     Args:
         model: a module, or a list of chunks.
 
     Raises:
         CaptureError: called in a capture.
-        ConfigError: no layer of the model has epbuf's manager.
+        ConfigError: an MoE layer, and none with epbuf's manager.
     """
     layer = importlib.import_module("epbuf.integrations.megatron.layer")
     layers = layer.moe_layers(model)
+    if not layers:
+        return None
     managers = [manager for manager in map(manager_of, layers) if manager is not None]
     if not managers:
         raise ConfigError(

@@ -127,7 +127,20 @@ def derive_schedule(config: Any, pipeline: Pipeline, num_layers: int) -> tuple[S
         schedule = _interleaved(pipeline, num_layers)
         in_flight = schedule.num_frames // num_layers
         reason = f"{num_layers} MoE layers a chunk x {in_flight} (microbatch, chunk) pairs in flight (interleaved)"
+    if _graphs_each_microbatch(config, pipeline):
+        num_uses = num_layers * pipeline.num_chunks * pipeline.num_microbatches
+        return Schedule(num_uses), f"{reason}; and each microbatch has graphs of its own, which keep their frames"
     return _with_recompute(config, schedule, num_layers, reason)
+
+
+def _graphs_each_microbatch(config: Any, pipeline: Pipeline) -> bool:
+    """Tell whether whole layers are captured, one graph forward and one backward, anew for each microbatch.
+
+    Source: Megatron-Core 0.19.2, core/transformer/cuda_graphs.py, `CudaGraphManager` and `TECudaGraphHelper`.
+    """
+    kind = getattr(config, "cuda_graph_impl", "none")
+    captures_whole_layers = not getattr(config, "cuda_graph_modules", None)
+    return captures_whole_layers and (kind == "transformer_engine" or (kind == "local" and pipeline.num_stages > 1))
 
 
 def _interleaved(pipeline: Pipeline, num_layers: int) -> Schedule:

@@ -1,0 +1,186 @@
+"""Time and memory of Megatron-Core MoE layers over epbuf and over its own alltoall dispatcher, in one run.
+
+    python graphs/bench/moe_layers.py --ranks 4 --tokens 4096 --hidden 4096 --experts 32 --topk 8
+
+Forward and backward of all layers, divided by their number; medians over rounds in which the variants take turns, each
+of the slowest rank. Experts are two grouped GEMMs in all variants. Memory is the peak that torch allocated during a
+step beyond what lay there before it, and the window, which torch does not count. Ranks that share a GPU need
+NCCL >= 2.30 for alltoall (LD_PRELOAD); without, that row says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from host_ranks import parse, run_on_ranks
+
+import epbuf
+from epbuf.integrations import megatron
+
+WARMUP = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is run.
+
+    Attributes:
+        num_rounds: how often each variant is timed.
+    """
+
+    num_layers: int
+    tokens: int
+    hidden: int
+    experts: int
+    topk: int
+    num_rounds: int
+
+
+@dataclass
+class Variant:
+    """One way to move tokens: a step, and what it has cost."""
+
+    name: str
+    step: Callable[[], object]
+    window_bytes: int = 0
+    torch_bytes: int = 0
+    micros: list[float] = field(default_factory=list)
+
+
+def config_options(shape: Shape, device: torch.device) -> dict[str, Any]:
+    """Return what all models have in their TransformerConfig."""
+    dtype: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16} if device.type == "cuda" else {}
+    sizes = {"num_layers": shape.num_layers, "hidden_size": shape.hidden, "ffn_hidden_size": shape.hidden}
+    return {**dtype, **sizes, "num_moe_experts": shape.experts, "moe_router_topk": shape.topk}
+
+
+def step_of(model: Any, x: Tensor) -> Callable[[Tensor], list[Tensor]]:
+    """Return forward and backward of a model."""
+    weights = list(model.parameters())
+
+    def step(rows: Tensor) -> list[Tensor]:
+        y = model(rows)
+        return [y.detach(), *torch.autograd.grad(y.float().square().mean(), weights)]
+
+    return step
+
+
+def make_variants(stack: ExitStack, shape: Shape, device: torch.device) -> tuple[list[Variant], str]:
+    """Build the variants; return them, and why alltoall is not among them if it is not."""
+    import megatron_layers as layers
+
+    x = torch.randn(shape.tokens, 1, shape.hidden, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = x.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    options, spec = config_options(shape, device), layers.layer_spec(layers.GroupedExperts)
+    groups = layers.groups_of(dist.group.WORLD)
+    sizes = {"seq_length": shape.tokens, "micro_batch_size": 1, "expert_alignment": 16}
+    installation = stack.enter_context(megatron.install(sizes, device=device))
+    flags = {**layers.FLEX, "moe_ncclep_static_shape": True}
+    model = layers.Layers(layers.make_config(groups, **options, **flags), groups, spec).to(device)
+    arena, ours = megatron.prepare(model), step_of(model, x)
+    captured = epbuf.CapturedStep.capture(arena, ours, (x,))
+    stack.callback(captured.close)
+    assert installation.arena is arena
+    variants = [
+        Variant("epbuf, eager", lambda: ours(x), arena.plan.total_bytes),
+        Variant("epbuf, captured", lambda: captured(x), arena.plan.total_bytes),
+    ]
+    try:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        group = layers.groups_of(dist.new_group(backend=backend))
+        stock = layers.Layers(layers.make_config(group, **options, **layers.ALLTOALL), group, spec).to(device)
+        theirs = step_of(stock, x)
+        theirs(x)
+    except RuntimeError as error:
+        return variants, f"alltoall could not run: {str(error).splitlines()[0]}"
+    return [Variant("Megatron-Core, alltoall", lambda: theirs(x)), *variants], ""
+
+
+def microseconds(step: Callable[[], object], device: torch.device) -> float:
+    """Time one step on this rank."""
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
+    start = time.perf_counter()
+    step()
+    return (time.perf_counter() - start) * 1e6
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Return the most that torch allocated during a step beyond what lay there; 0 on CPU, which it does not count."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def run_rank(device: torch.device, shape: Shape) -> tuple[list[tuple[str, list[float], int, int]], str]:
+    """Be one rank: measure all variants in turns."""
+    import megatron_layers as layers
+
+    with ExitStack() as stack:
+        stack.enter_context(layers.stand_ins())
+        variants, trouble = make_variants(stack, shape, device)
+        for variant in variants:
+            for _ in range(WARMUP):
+                variant.step()
+            variant.torch_bytes = peak_bytes(variant.step, device)
+        for _ in range(shape.num_rounds):
+            for variant in variants:
+                dist.barrier()
+                variant.micros.append(microseconds(variant.step, device) / shape.num_layers)
+        return [(v.name, v.micros, v.torch_bytes, v.window_bytes) for v in variants], trouble
+
+
+def table(shape: Shape, by_rank: Sequence[Sequence[tuple[str, list[float], int, int]]]) -> list[str]:
+    """Return the rows of the table: times of the slowest rank, memory of the first."""
+    lines = ["| dispatcher | us per layer | torch MiB per layer | window MiB per layer |", "|---|---|---|---|"]
+    for number, (name, _, torch_bytes, window_bytes) in enumerate(by_rank[0]):
+        slowest = [max(samples) for samples in zip(*(rank[number][1] for rank in by_rank), strict=True)]
+        mib = [nbytes / 2**20 / shape.num_layers for nbytes in (torch_bytes, window_bytes)]
+        lines.append(f"| {name} | {statistics.median(slowest):.0f} | {mib[0]:.1f} | {mib[1]:.1f} |")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on all ranks and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = {"ranks": 2, "layers": 2, "tokens": 2048, "hidden": 2048, "experts": 16, "topk": 4, "steps": 30}
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    arguments = parse(parser, argv)
+    sizes = (arguments.tokens, arguments.hidden, arguments.experts, arguments.topk)
+    shape = Shape(arguments.layers, *sizes, num_rounds=arguments.steps)
+    found = run_on_ranks(run_rank, arguments.ranks, arguments.device, shape)
+    where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+    print(f"{where}, torch {torch.__version__}, {arguments.ranks} ranks, {shape}")
+    print("\n".join(table(shape, [rows for rows, _ in found])))
+    troubles = {trouble for _, trouble in found if trouble}
+    print("\n".join(sorted(troubles)) or "all variants in one run, in turns")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
