@@ -140,6 +140,8 @@ def _global_name(name: str, first_expert: int) -> str:
     if "local_experts" in parts:
         place = parts.index("local_experts") + 1
         parts[place] = str(first_expert + int(parts[place]))
+    elif parts[0] == "experts":  # all of this rank's in one tensor
+        parts.append(f"from {first_expert}")
     return ".".join(parts)
 
 
@@ -161,16 +163,10 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, num_local_experts: int, config: Any, *, pg_collection: Any, name: str | None = None) -> None:
         super().__init__()
+        assert pg_collection.expt_tp.size() == 1, "these experts are whole on every rank"
         hidden, inner = config.hidden_size, config.moe_ffn_hidden_size
-        first = pg_collection.ep.rank() * num_local_experts
-        names = [f"expert {first + expert}" for expert in range(num_local_experts)]
-        device, dtype = torch.cuda.current_device(), config.params_dtype
-
-        def stack(part: str, shape: tuple[int, int]) -> nn.Parameter:
-            drawn = [_draw(f"{each} {part}", "router", torch.Size(shape), None) for each in names]
-            return nn.Parameter(torch.stack(drawn).to(device=device, dtype=dtype))
-
-        self.up, self.down = stack("up", (hidden, inner)), stack("down", (inner, hidden))
+        self.up = nn.Parameter(torch.empty(num_local_experts, hidden, inner, dtype=config.params_dtype))
+        self.down = nn.Parameter(torch.empty(num_local_experts, inner, hidden, dtype=config.params_dtype))
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Shapes: rows [C, H]; tokens_per_expert [L] int64 on the device; probs [C] float32; result [C, H]."""

@@ -258,7 +258,7 @@ def documented(rank: int, group: Any) -> list[Any]:
 
 def test_blocks_of_the_readme_run(pool: Pool) -> None:
     recipe = {"seq_length": 4096, "micro_batch_size": 1, "num_microbatches": 8}
-    assert pool.run(2, documented) == [[recipe, 5, "EpbufMoELayer", True]] * 2
+    assert pool.run(2, documented) == [[recipe, 3, "EpbufMoELayer", True]] * 2
 
 
 @pytest.mark.parametrize("flag", [refusal.flag for refusal in REFUSALS])
