@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
+from importing import import_megatron
 from ranks import Pool
 
 collect_ignore_glob = [] if importlib.util.find_spec("megatron") else ["test_*.py"]
 
 IMPORT_LIMIT_S = 240.0  # on a loaded machine
-
-
-def import_megatron(rank: int, group: Any) -> None:
-    importlib.import_module("programs")
 
 
 @pytest.fixture(scope="session")

@@ -113,3 +113,47 @@ def test_validation_overflow_keeps_what_the_training_graph_holds(pool: Pool) -> 
         assert found["differs"] == 0.0
         assert "capture again" in found["stale"]
         assert found["afterwards"] == [1]
+
+
+def dropped(rank: int, group: Any) -> dict[str, Any]:
+    import torch
+    from programs import Case, draw_batches, epbuf_model, stand_ins
+
+    from epbuf.integrations import megatron
+
+    with stand_ins(), epbuf_model(group, Case(options=FACTOR, **TOKENS)) as (model, _), torch.no_grad():
+        arena = megatron.prepare(model)
+        manager = model.layers[0].token_dispatcher._comm_manager
+        planned = manager._recv_capacity
+        model(draw_batches(rank, 32, 1)[0][0])
+        kept = int(arena.memory.region("counts", 0)[:4].sum())
+        required, is_flagged = int(manager.required_recv), bool(manager.over_budget)
+        return {"planned": planned, "dropped": is_flagged, "kept": kept, "required": required,
+                "max_tokens": manager._max_tokens_per_rank}  # fmt: skip
+
+
+def test_a_dispatch_that_drops_rows_says_so_and_gives_experts_no_more_than_fit(pool: Pool) -> None:
+    for found in pool.run(2, dropped):
+        assert (found["planned"], found["max_tokens"]) == (96, 64)
+        assert found["dropped"]
+        assert found["required"] > 96 >= found["kept"]
+
+
+def grown_as_asked(rank: int, group: Any) -> list[int]:
+    import torch
+    from programs import Case, draw_batches, epbuf_model, stand_ins
+
+    from epbuf.integrations import megatron
+
+    with stand_ins(), epbuf_model(group, Case(options=FACTOR, **TOKENS)) as (model, installation), torch.no_grad():
+        megatron.prepare(model)
+        for layer in model.layers:
+            layer.token_dispatcher._comm_manager.grow_recv_capacity(131)
+            layer.token_dispatcher._comm_manager._bootstrapped = False
+        before = installation.arena.capacity_rows
+        model(draw_batches(rank, 32, 1)[0][0])
+        return [before, installation.arena.capacity_rows, installation.arena.generation]
+
+
+def test_capacity_that_main_asks_for_is_there_at_the_next_eager_dispatch(pool: Pool) -> None:
+    assert pool.run(2, grown_as_asked) == [[96, 131, 1], [96, 131, 1]]
