@@ -56,19 +56,21 @@ def config_options(options: Options, device: torch.device) -> dict[str, Any]:
     return {**dtype, "hidden_size": HIDDEN, "moe_router_topk": 2}
 
 
-def build_stock(stack: ExitStack, groups: Any, options: Options, device: torch.device) -> Any:
+def build_stock(stack: ExitStack, group: dist.ProcessGroup, options: Options, device: torch.device) -> Any:
     """Build the model over Megatron-Core's alltoall dispatcher."""
     import megatron_layers as layers  # Megatron-Core: only in the ranks
 
+    groups = layers.groups_of(group)
     config = layers.make_config(groups, **config_options(options, device), **layers.ALLTOALL)
     spec = layers.layer_spec(layers.GroupedExperts if options.captured else None)
     return layers.Layers(config, groups, spec).to(device)
 
 
-def build_over_epbuf(stack: ExitStack, groups: Any, options: Options, device: torch.device) -> Any:
+def build_over_epbuf(stack: ExitStack, group: dist.ProcessGroup, options: Options, device: torch.device) -> Any:
     """Build the model over epbuf's windows."""
     import megatron_layers as layers
 
+    groups = layers.groups_of(group)
     sizes = {"seq_length": SEQUENCE, "micro_batch_size": BATCH}
     if device.type == "cuda":
         sizes["expert_alignment"] = 16  # of torch._grouped_mm there; rows of padding change the order of sums
@@ -80,10 +82,11 @@ def build_over_epbuf(stack: ExitStack, groups: Any, options: Options, device: to
 
 
 class Trainer:
-    """A model and its optimiser."""
+    """A model, its optimiser, and the group that adds up gradients."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
         self.model = model
+        self.group = group
         self.dense = [p for name, p in model.named_parameters() if "experts" not in name]
         on_gpu = self.dense[0].is_cuda
         self.optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, capturable=on_gpu)
@@ -94,10 +97,10 @@ class Trainer:
         loss = (self.model(x) - target).float().square().mean() / dist.get_world_size()
         loss.backward()
         for parameter in self.dense:
-            dist.all_reduce(parameter.grad)
+            dist.all_reduce(parameter.grad, group=self.group)
         self.optimizer.step()
         total = loss.detach().clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.group)
         return total
 
 
@@ -109,14 +112,16 @@ def draw_batches(count: int, device: torch.device, dtype: torch.dtype) -> list[B
     return [(x.to(device, dtype), (x + torch.tanh(x @ right)).to(device, dtype)) for x in drawn]
 
 
-def train(build: Callable[..., Any], options: Options, device: torch.device) -> list[float]:
+def train(
+    build: Callable[..., Any], group: dist.ProcessGroup, options: Options, device: torch.device
+) -> list[float]:  # fmt: skip
     """Train a model; return its losses."""
     import megatron_layers as layers
 
     with ExitStack() as stack:
         stack.enter_context(layers.stand_ins())
-        model = build(stack, layers.groups_of(dist.group.WORLD), options, device)
-        trainer = Trainer(model)
+        model = build(stack, group, options, device)
+        trainer = Trainer(model, group)
         batches = draw_batches(options.num_steps, device, next(model.parameters()).dtype)
         step: Callable[..., Tensor] = trainer.step
         if options.captured and build is build_over_epbuf:
@@ -128,8 +133,12 @@ def train(build: Callable[..., Any], options: Options, device: torch.device) -> 
 
 
 def run_rank(device: torch.device, options: Options) -> tuple[list[float], list[float]]:
-    """Be one rank: train both."""
-    return train(build_stock, options, device), train(build_over_epbuf, options, device)
+    """Be one rank: train both.
+
+    A captured step on CUDA needs NCCL's all-reduce, which takes a GPU a rank (or NCCL >= 2.30 in LD_PRELOAD).
+    """
+    group = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
+    return train(build_stock, group, options, device), train(build_over_epbuf, group, options, device)
 
 
 def draw(path: Path, stock: Sequence[float], ours: Sequence[float]) -> None:

@@ -100,8 +100,7 @@ def make_variants(stack: ExitStack, shape: Shape, device: torch.device) -> tuple
         Variant("epbuf, captured", lambda: captured(x), arena.plan.total_bytes),
     ]
     try:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        group = layers.groups_of(dist.new_group(backend=backend))
+        group = groups if device.type == "cpu" else layers.groups_of(dist.new_group(backend="nccl"))
         stock = layers.Layers(layers.make_config(group, **options, **layers.ALLTOALL), group, spec).to(device)
         theirs = step_of(stock, x)
         theirs(x)
