@@ -32,9 +32,9 @@ const Geometry& checked(const Geometry& g, std::size_t num_windows) {
 
 // Of a frame or of a forward workspace: whichever holds the received rows.
 template <typename Offsets>
-PushTarget receiving(const RowFormat& format, const Offsets& set, std::int64_t weights) {
+PushTarget receiving(const RowFormat& format, const Offsets& set) {
   return {format, set.recv_tokens, format.scale_row_bytes > 0 ? set.recv_scales : -1,
-          format.format == kNvfp4 ? set.recv_row_scales : -1, weights};
+          format.format == kNvfp4 ? set.recv_row_scales : -1, -1};
 }
 
 }  // namespace
@@ -62,12 +62,16 @@ std::int64_t ArenaMap::row_bytes(const RowFormat& format) const {
   return format.format == kSame ? geometry_.token_row_bytes : format.row_bytes;
 }
 
-// With save_recv=False received rows lie in the forward workspace.
+// Rows that are not kept until backward lie in the forward workspace.
+PushTarget ArenaMap::received(std::int32_t frame_idx, std::int32_t workspace) const {
+  const FrameOffsets& set = frame(frame_idx);
+  return set.recv_tokens >= 0 ? receiving(geometry_.recv, set) : receiving(geometry_.recv, forward(workspace));
+}
+
 PushTarget ArenaMap::forward_target(const DispatchCall& call) const {
-  const FrameOffsets& set = frame(call.frame);
-  const std::int64_t weights = call.repeats == 0 ? set.recv_topk_weights : -1;
-  if (set.recv_tokens >= 0) return receiving(geometry_.recv, set, weights);
-  return receiving(geometry_.recv, forward(call.workspace), weights);
+  PushTarget target = received(call.frame, call.workspace);
+  if (call.repeats == 0) target.weights = frame(call.frame).recv_topk_weights;
+  return target;
 }
 
 PushTarget ArenaMap::backward_target(const DispatchCall& call) const {
@@ -98,6 +102,12 @@ void ArenaMap::check_sources(const CombineCall& call) const {
   check_num_tokens(call.num_tokens);
   EPBUF_CHECK(call.rows_source <= kSourceZero && call.weights_source <= kSourceZero, "rows_source is ",
               call.rows_source, ", weights_source is ", call.weights_source);
+}
+
+void ArenaMap::check_stash(const StashCall& call) const {
+  EPBUF_CHECK(frame(call.frame).stash_table >= 0, "frame ", call.frame, " stashes no rows");
+  EPBUF_CHECK(call.move <= kRestoreRows, "move is ", call.move);
+  forward(call.workspace);
 }
 
 }  // namespace epbuf

@@ -17,6 +17,7 @@ Outcome empty_outcome(Status status) {
   outcome.status = status;
   outcome.refusing_rank = -1;
   outcome.bad_rank = -1;
+  outcome.stash_rank = -1;
   return outcome;
 }
 
@@ -94,6 +95,10 @@ Outcome CudaEngine::decode(const DecodeCall& call) {
   return enqueue([&] { issue_decode(context_, call); });
 }
 
+Outcome CudaEngine::stash(const StashCall& call) {
+  return enqueue([&] { issue_stash(context_, call); });
+}
+
 std::int32_t CudaEngine::phases(std::uint32_t op) {
   EPBUF_CHECK(op >= kOpRoute && op <= kOpDispatchBackward, "op ", op, " does not exist");
   return op == kOpDispatch ? 2 : 3;
@@ -164,6 +169,7 @@ void CudaEngine::warm_up() const {
   load_encode();
   load_combine();
   load_weight();
+  load_stash();
 }
 
 void CudaEngine::close() {
