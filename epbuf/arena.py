@@ -104,7 +104,7 @@ class Arena:
     def acquire(self, frame: int | None = None, *, recv_policy: RecvPolicy | None = None) -> Lease:
         """Take a frame: the lowest free one, or the one that `plan.schedule.frame(...)` names.
 
-        Every rank must take the same frame for the same dispatch. Where layers differ in `recv_policy`, a frame has that
+        Every rank must take the same frame for the same dispatch. Where layers differ in `recv_policy` a frame has that
         of its layer: name the frame, or the policy, whose lowest free frame is taken then.
 
         Raises:

@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 
 from epbuf.config import EpConfig, Payload
 from epbuf.errors import ConfigError
-from epbuf.plan import ALIGNMENT_BYTES, CONTROL_BYTES, COUNT_HEADER_CELLS, Plan, Region, describe_difference
+from epbuf.plan import (
+    ALIGNMENT_BYTES,
+    CONTROL_BYTES,
+    COUNT_HEADER_CELLS,
+    STASH_COUNTERS_BYTES,
+    STASH_TABLE_HEADER,
+    Plan,
+    Region,
+    describe_difference,
+)
 from epbuf.schedule import Schedule
 
 UNTIMED = settings(
@@ -278,6 +287,8 @@ def test_sizes_agree_with_the_structs_of_the_native_module() -> None:
     assert plan.region("forward_counters").nbytes == 2 * _C.sizeof("ForwardCounters")
     assert plan.region("backward_counters").nbytes == 2 * _C.sizeof("BackwardCounters")
     assert plan.region("arrived_cells").nbytes == 2 * _C.sizeof("Cell")
+    assert _C.sizeof("StashCounters") == STASH_COUNTERS_BYTES
+    assert _C.sizeof("StashTable") == 4 * STASH_TABLE_HEADER
     assert COUNT_HEADER_CELLS == _C.COUNT_HEADER_CELLS
 
 
