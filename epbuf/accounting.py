@@ -76,6 +76,8 @@ class Traffic:
         route: ids read twice (counted, then placed), slot maps written, count cells written and read.
         dispatch, combine: the forward.
         combine_backward, dispatch_backward: the backward.
+        stash: rows below offs[-1] with their scales, read and written by combine and again by combine backward, which
+            each dispatch of a layer with recv_policy "stash" adds.
         staging: rows below offs[-1] read and written, which each combine and each dispatch backward adds whose rows lie
             in an ordinary tensor. `staged_bytes` of `Arena.report()` counts what is written: half of it.
     """
@@ -86,6 +88,7 @@ class Traffic:
     combine_backward: Push
     dispatch_backward: Pull
     staging: int
+    stash: int
 
 
 def traffic(plan: Plan, counts: Counts, num_tokens: Sequence[int]) -> Traffic:
@@ -106,6 +109,7 @@ def traffic(plan: Plan, counts: Counts, num_tokens: Sequence[int]) -> Traffic:
         combine_backward=_push(plan, config.combine_grad_payload, (tokens, kept, padding), has_weights=False),
         dispatch_backward=Pull(pulled, (kept + num_slots) * _WEIGHT_BYTES, slots),
         staging=2 * (kept + padding) * plan.token_row_bytes,
+        stash=4 * (kept + padding) * (plan.row_bytes + _scale_bytes(config.dispatch_payload, config.hidden)),
     )
 
 
@@ -150,8 +154,7 @@ def _push(plan: Plan, payload: Payload, rows: tuple[int, int, int], *, has_weigh
     tokens, kept, padding = rows
     config = plan.config
     row_bytes = payload.row_bytes_for(config.hidden, config.token_dtype)
-    scale_bytes = payload.scale_row_bytes_for(config.hidden)
-    scale_bytes += _ROW_SCALE_BYTES if payload.format == "nvfp4" else 0
+    scale_bytes = _scale_bytes(payload, config.hidden)
     is_raw = payload.format == "raw"  # the caller encoded the rows, and their scales are read with them
     num_slots = tokens * config.num_topk
     return Push(
@@ -161,3 +164,8 @@ def _push(plan: Plan, payload: Payload, rows: tuple[int, int, int], *, has_weigh
         padding=padding * (row_bytes + scale_bytes),
         slots=num_slots * _SLOT_BYTES,
     )
+
+
+def _scale_bytes(payload: Payload, hidden: int) -> int:
+    """Count the bytes of block scales and row scales of a row."""
+    return payload.scale_row_bytes_for(hidden) + (_ROW_SCALE_BYTES if payload.format == "nvfp4" else 0)

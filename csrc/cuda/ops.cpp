@@ -353,8 +353,7 @@ void issue_decode(const CudaContext& context, const DecodeCall& call) {
 }
 
 // Not an op of its own: it belongs to the combine or the combine backward before it. The readers of the workspace are
-// awaited before rows come back: with several streams a peer may still pull what its combine gave, and the regions may
-// share bytes.
+// awaited before rows come back: the frame has all of it from then on, and with several streams a peer may still pull.
 void issue_stash(const CudaContext& context, const StashCall& call) {
   context.check_stash(call);
   const bool restores = call.move == kRestoreRows;

@@ -92,8 +92,8 @@ bool take_pages(const Context& context, std::int32_t frame) {
 
 void check_stash(const Context& context, const StashCall& call) { context.check_stash(call); }
 
-// Readers of the workspace: with shared streams a peer may still pull what its combine gave, and the regions may share
-// bytes. Not an op of its own, so it has the number of the one that it belongs to, and no PROGRESS is compared.
+// Readers of the workspace are awaited before rows come back: the frame has all of it from then on. Not an op of its
+// own: it has the number of the one that it belongs to, and compares no PROGRESS.
 Status run_stash(const Context& context, const StashCall& call) {
   const OpState op{kOpCombineBackward, call.frame, call.workspace, false, context.control().snapshot().call};
   if (call.move == kRestoreRows) EPBUF_TRY(context.await_ack(op, call.workspace));
