@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def open_arena(
 ) -> epbuf.Arena:  # fmt: skip
     schedule = Schedule(schedule) if isinstance(schedule, int) else schedule
     plan = epbuf.Plan.build(config, schedule, recv_policy=policy, stash_rows=stash_rows)
-    return epbuf.Arena.open(plan, group, **options)
+    return epbuf.Arena.open(plan, None if options.get("window") == "local" else group, **options)
 
 
 def whole(seed: int, *shape: int) -> Tensor:
@@ -51,7 +52,8 @@ def layer(
     """Multiply received rows by `factor` [H], whose gradient needs the rows; those from `limit` on count as zeros."""
     with arena.acquire(**frame) as lease:
         recv = epbuf.dispatch(lease, x, topk_idx)
-        is_read = recv.row_mask() & (torch.arange(len(recv.tokens)) < (len(recv.tokens) if limit is None else limit))
+        row = torch.arange(len(recv.tokens), device=arena.device)
+        is_read = recv.row_mask() & (row < (len(recv.tokens) if limit is None else limit))
         return epbuf.combine(lease, _Scale.apply(recv.tokens, factor, is_read))
 
 
@@ -187,31 +189,34 @@ def test_views_of_a_lease_are_those_of_its_policy() -> None:
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def _in_flight(rank: int, group: Any, config: EpConfig, policy: Any, stash_rows: int | None) -> list[Tensor]:
+def in_flight(
+    rank: int, group: Any, config: EpConfig, policy: Any, stash_rows: int | None, device: str = "cpu",
+    window: str = "auto",
+) -> list[Tensor]:  # fmt: skip
     """Run 1F1B of 3 layers and 4 micro-batches, twice; return what the second gave."""
     schedule = Schedule.one_f_one_b(num_layers=3, num_stages=3, stage=0, num_microbatches=4)
-    factors = [whole(7 * n, 16).requires_grad_() for n in range(3)]
-    with open_arena(group, config, policy, schedule, stash_rows) as arena:
+    factors = [whole(7 * n, 16).to(device).requires_grad_() for n in range(3)]
+    with open_arena(group, config, policy, schedule, stash_rows, device=device, window=window) as arena:
         for _ in range(2):
             for factor in factors:
                 factor.grad = None
             outputs, found = {}, []
             for direction, microbatch, _ in schedule.passes:
                 if direction == "forward":
-                    y = x = whole(microbatch + 100 * rank, NUM_TOKENS - 30 * microbatch, 16).requires_grad_()
+                    y = x = whole(microbatch + 100 * rank, NUM_TOKENS - 30 * microbatch, 16).to(device).requires_grad_()
                     for number, factor in enumerate(factors):
-                        routing = ids(microbatch + 5 * number, config, rank, len(x))
+                        routing = ids(microbatch + 5 * number, config, rank, len(x)).to(device)
                         y = layer(arena, y, routing, factor, frame=schedule.frame(number, microbatch))
                     outputs[microbatch] = x, y
                 else:
                     x, y = outputs.pop(microbatch)
-                    y.backward(whole(50 + microbatch, *y.shape))
+                    y.backward(whole(50 + microbatch, *y.shape).to(device))
                     found += [y.detach(), x.grad]
         if arena.plan.num_stash_pages:
             assert_all_free(arena)
         assert int(arena.region("stash_counters")[3]) > 8 if "stash" in policy else True
         assert arena.report()["num_stash_overflows"] == 0
-        return [*found, *(factor.grad for factor in factors)]
+        return [part.cpu() for part in (*found, *(factor.grad for factor in factors))]
 
 
 @pytest.mark.parametrize(
@@ -223,8 +228,8 @@ def _in_flight(rank: int, group: Any, config: EpConfig, policy: Any, stash_rows:
 def test_micro_batches_in_flight(num_ranks: int, policy: Any, stash_rows: int | None) -> None:
     """Pages of nine open dispatches, taken and returned out of order: the bits of rows that are kept."""
     config = config_of(num_ranks, recv_capacity_per_rank=1200)
-    kept = virtual(num_ranks, _in_flight, config, "keep", None)
-    for got, want in zip(virtual(num_ranks, _in_flight, config, policy, stash_rows), kept, strict=True):
+    kept = virtual(num_ranks, in_flight, config, "keep", None)
+    for got, want in zip(virtual(num_ranks, in_flight, config, policy, stash_rows), kept, strict=True):
         assert all(part.abs().sum() > 0 for part in want)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -315,24 +320,27 @@ class _ReadsBytes(torch.autograd.Function):
         offs, *received = ctx.saved_tensors
         live = int(offs[-1])
         parts = [p[:live].contiguous().view(torch.uint8).double().flatten() for p in received if p is not None]
-        total = sum((part * (1 + torch.arange(len(part)) % 251)).sum() for part in parts)
+        total = sum((part * (1 + torch.arange(len(part), device=part.device) % 251)).sum() for part in parts)
         return torch.zeros_like(grads[0]), total.reshape(1), None, None, None, None
 
 
-def _bytes_read(rank: int, group: Any, config: EpConfig, policy: str) -> list[Tensor]:
-    weights = [torch.ones(1, dtype=torch.float64).requires_grad_() for _ in range(2)]
-    y = x = torch.randn(NUM_TOKENS, 128, generator=torch.Generator().manual_seed(rank)).requires_grad_()
-    with open_arena(group, config, policy) as arena:
+def bytes_read(
+    rank: int, group: Any, config: EpConfig, policy: str, device: str = "cpu", window: str = "auto"
+) -> list[Tensor]:  # fmt: skip
+    weights = [torch.ones(1, dtype=torch.float64, device=device).requires_grad_() for _ in range(2)]
+    drawn = torch.randn(NUM_TOKENS, 128, generator=torch.Generator().manual_seed(rank))
+    y = x = drawn.to(device).requires_grad_()
+    with open_arena(group, config, policy, device=device, window=window) as arena:
         for number, weight in enumerate(weights):
             with arena.acquire() as lease:
                 rows = x * (1 + number) + y * 0
-                recv = epbuf.dispatch(lease, rows, ids(number, config, rank))
+                recv = epbuf.dispatch(lease, rows, ids(number, config, rank).to(device))
                 out = _ReadsBytes.apply(
                     recv.carrier, weight.float(), recv.offs, recv.tokens, recv.scales, recv.row_scales
                 )
                 y = epbuf.combine(lease, out)
         y.sum().backward()
-        return [weight.grad for weight in weights]
+        return [weight.grad.cpu() for weight in weights]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -343,8 +351,8 @@ def _bytes_read(rank: int, group: Any, config: EpConfig, policy: str) -> list[Te
 )
 def test_quantised_rows_come_back_with_their_scales(payload: Any, num_ranks: int) -> None:
     config = config_of(num_ranks, hidden=128, dispatch_payload=payload, expert_alignment=128)
-    kept = virtual(num_ranks, _bytes_read, config, "keep")
-    for got, want in zip(virtual(num_ranks, _bytes_read, config, "stash"), kept, strict=True):
+    kept = virtual(num_ranks, bytes_read, config, "keep")
+    for got, want in zip(virtual(num_ranks, bytes_read, config, "stash"), kept, strict=True):
         assert want[0] != want[1] and min(want) > 0
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -352,25 +360,28 @@ def test_quantised_rows_come_back_with_their_scales(payload: Any, num_ranks: int
 # ---- overflow and growth ---------------------------------------------------------------------------------------------
 
 
-def _too_few_pages(rank: int, group: Any, config: EpConfig, policy: str, limit: int | None) -> list[Any]:
+def too_few_pages(
+    rank: int, group: Any, config: EpConfig, policy: str, limit: int | None, device: str = "cpu", window: str = "auto"
+) -> list[Any]:  # fmt: skip
     """Let rank 1 receive everything in the second layer, whose pages are too few there."""
-    x, factors = whole(rank, NUM_TOKENS, 16).requires_grad_(), [whole(n, 16).requires_grad_() for n in range(2)]
-    with open_arena(group, config, policy, 2, 10 * STASH_PAGE_ROWS if policy == "stash" else None) as arena:
+    x = whole(rank, NUM_TOKENS, 16).to(device).requires_grad_()
+    factors = [whole(n, 16).to(device).requires_grad_() for n in range(2)]
+    stash_rows = 10 * STASH_PAGE_ROWS if policy == "stash" else None
+    with open_arena(group, config, policy, 2, stash_rows, device=device, window=window) as arena:
         flags = []
-        y = layer(arena, x, ids(0, config, rank), factors[0], frame=0)
+        y = layer(arena, x, ids(0, config, rank).to(device), factors[0], frame=0)
         flags.append(float(arena.region("overflow", 0)))
-        to_rank_1 = ids(1, config, rank, ranks=slice(1, 2))
+        to_rank_1 = ids(1, config, rank, ranks=slice(1, 2)).to(device)
         y = layer(arena, y, to_rank_1, factors[1], limit if rank == 1 else None, frame=1)
         flags.append(float(arena.region("overflow", 1)))
         report = arena.report()
-        found = torch.autograd.grad(y, [factors[1]], whole(9, *y.shape))
-        return [flags, report["num_stash_overflows"], report["num_overflows"], report["stash_peak_rows"], *found]
+        found = torch.autograd.grad(y, [factors[1]], whole(9, *y.shape).to(device))[0].cpu()
+        return [flags, report["num_stash_overflows"], report["num_overflows"], report["stash_peak_rows"], found]
 
 
-def test_too_few_pages_are_flagged_on_all_ranks() -> None:
-    """As for a capacity, rows are dropped by position: those without a page count as zeros in backward."""
-    config = config_of(2)
-    first, second = virtual(2, _too_few_pages, config, "stash", None)
+def check_too_few_pages(run: Callable[[str, int | None], Sequence[list[Any]]], config: EpConfig) -> None:
+    """Compare what two ranks of `too_few_pages` gave with what they give when all rows are kept."""
+    first, second = run("stash", None)
     num_rows = 2 * NUM_TOKENS * config.num_topk  # all that both ranks send, to rank 1
     mine = int((ids(0, config, 0) // 4 == 1).sum() + (ids(0, config, 1) // 4 == 1).sum())  # of the first layer, there
     pages = -(-mine // STASH_PAGE_ROWS)
@@ -378,8 +389,14 @@ def test_too_few_pages_are_flagged_on_all_ranks() -> None:
     assert second[3] == (pages + -(-num_rows // STASH_PAGE_ROWS)) * STASH_PAGE_ROWS
     limit = (10 - pages) * STASH_PAGE_ROWS
     assert 0 < limit < num_rows
-    kept = virtual(2, _too_few_pages, config, "keep", limit)
+    kept = run("keep", limit)
     assert torch.equal(second[4], kept[1][4]) and torch.equal(first[4], kept[0][4])
+
+
+def test_too_few_pages_are_flagged_on_all_ranks() -> None:
+    """As for a capacity, rows are dropped by position: those without a page count as zeros in backward."""
+    config = config_of(2)
+    check_too_few_pages(lambda policy, limit: virtual(2, too_few_pages, config, policy, limit), config)
 
 
 def _refused(rank: int, group: Any, config: EpConfig) -> tuple[str, tuple[int, int]]:
@@ -395,7 +412,7 @@ def test_too_few_pages_are_an_error_on_all_ranks() -> None:
         assert "rank 1 receives more rows than the free pages" in message and "stash_rows=1152" in message
 
 
-def _stepped(rank: int, group: Any, config: EpConfig, policy: str, stash_rows: int | None) -> list[Any]:
+def stepped(rank: int, group: Any, config: EpConfig, policy: str, stash_rows: int | None) -> list[Any]:
     """Capture a step, replay it, and where it overflows run it again in an arena that grows."""
     factor = torch.nn.Parameter(whole(3, 16))
     optimizer = torch.optim.SGD([factor], lr=0.5, fused=True)
@@ -422,12 +439,33 @@ def _stepped(rank: int, group: Any, config: EpConfig, policy: str, stash_rows: i
     return [flag, rows, capacity, *values]
 
 
+def _told(rank: int, group: Any, config: EpConfig) -> str:
+    factor = whole(3, 16).requires_grad_()
+    with open_arena(group, config, "stash", 1, STASH_PAGE_ROWS) as arena:
+
+        def step(x: Tensor) -> Tensor:
+            y = layer(arena, x, ids(0, config, rank), factor)
+            return torch.autograd.grad(y, factor, whole(9, *y.shape))[0]
+
+        captured = epbuf.CapturedStep.capture(arena, step, (whole(rank, NUM_TOKENS, 16),), on_overflow="raise")
+        captured(whole(rank, NUM_TOKENS, 16))
+        message = raised(CapacityError, captured.check)
+        captured.close()
+        return message
+
+
+def test_a_captured_step_says_that_pages_are_missing() -> None:
+    for message in virtual(2, _told, config_of(2)):
+        assert "needed more rows in the stash of rank 0 than its stash_rows=128" in message
+        assert "recv_capacity_per_rank is" not in message
+
+
 def test_a_step_with_too_few_pages_is_run_again_in_more() -> None:
     """Skipped on every rank, then run again with room: the weights of a run that kept all rows."""
     config = config_of(2)
     capacity = epbuf.Plan.build(config).capacity_rows
-    kept = virtual(2, _stepped, config, "keep", None)
-    for got, want in zip(virtual(2, _stepped, config, "stash", 5 * STASH_PAGE_ROWS), kept, strict=True):
+    kept = virtual(2, stepped, config, "keep", None)
+    for got, want in zip(virtual(2, stepped, config, "stash", 5 * STASH_PAGE_ROWS), kept, strict=True):
         assert (got[0], got[2]) == (1.0, capacity) and got[1] in range(9 * STASH_PAGE_ROWS, 13 * STASH_PAGE_ROWS)
         assert not torch.equal(want[3], whole(3, 16)) and torch.equal(got[3], want[3])
 
