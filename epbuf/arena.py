@@ -55,11 +55,8 @@ class Arena:
         self._group = group
         self._engine = engine
         self._older: list[Generation] = []
-        self._peak_rows, self._stash_peak_rows, self._past = (
-            0,
-            0,
-            dict.fromkeys(EVENTS, 0),
-        )  # of generations that are gone
+        self._past = dict.fromkeys(EVENTS, 0)  # of generations that are gone, like the peaks
+        self._peak_rows = self._stash_peak_rows = 0
         self._num_growing = 0  # blocks of growing() that are open
 
     @classmethod

@@ -198,7 +198,8 @@ def combine(
     if out is not None:
         _refuse(lease, ops.refuse_combine, lambda: check_out_grad(out))
     if out is not None or _records():
-        return cast(torch.Tensor, _apply(_Combine, expert_out, topk_weights, out, lease, raw_grad))
+        has_backward = torch.is_grad_enabled()
+        return cast(torch.Tensor, _apply(_Combine, expert_out, topk_weights, out, lease, raw_grad, has_backward))
     return _forward_combine(lease, expert_out, topk_weights, None, has_backward=False)
 
 
@@ -286,10 +287,10 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None, lease: Lease,
-        raw_grad: bool,
+        raw_grad: bool, has_backward: bool,
     ) -> torch.Tensor:  # fmt: skip
         arena, ticket = _arena(lease), lease.ticket
-        y = _forward_combine(lease, expert_out, topk_weights, out, has_backward=True)
+        y = _forward_combine(lease, expert_out, topk_weights, out, has_backward=has_backward)
         ctx.arena, ctx.num_rows, ctx.weighted = arena, expert_out.shape[0], topk_weights is not None
         ctx.frame, ctx.raw_grad = lease.frame, raw_grad
         if topk_weights is None:
@@ -329,9 +330,9 @@ class _Combine(torch.autograd.Function):
             grad_weights = _first_rows(arena, ticket, grad_weights, ctx.num_rows)
         if ctx.raw_grad:
             frame = ctx.frame if torch.compiler.is_compiling() else ops.state_of(ticket)[1].frame
-            return arena.grad_carrier(frame, workspace, ctx.num_rows), grad_weights, None, None, None
+            return arena.grad_carrier(frame, workspace, ctx.num_rows), grad_weights, None, None, None, None
         rows = _first_rows(arena, ticket, moved.data, ctx.num_rows) if decoded is None else decoded
-        return rows, grad_weights, None, None, None
+        return rows, grad_weights, None, None, None, None
 
 
 def _bring_back(arena: Generation, ticket: torch.Tensor, sent: list[torch.Tensor | None]) -> None:

@@ -84,14 +84,8 @@ class Generation:
         self._num_raised_refusals = 0
         self._group = group
         self._regions = _make_regions(plan, window)
-        self._routed = tuple(
-            (
-                self._regions["offs", "frame"][f],
-                self._regions["counts", "frame"][f],
-                self._regions["overflow", "frame"][f],
-            )
-            for f in range(plan.schedule.num_frames)
-        )
+        of_frames = (self._regions[name, "frame"] for name in ("offs", "counts", "overflow"))
+        self._routed = tuple(zip(*(tensors.values() for tensors in of_frames), strict=True))
         self.routing_views: dict[int, tuple[torch.Tensor, ...]] = {}
         self.views: dict[int, torch.Tensor] = {}
         self._high_versions = [0] * plan.schedule.num_workspaces
@@ -230,10 +224,6 @@ class Generation:
         Shapes: [num_tokens, H] token dtype, uninitialised.
         """
         return self.region("expert_out").new_empty((num_tokens, self.hidden))
-
-    def has_region(self, name: str) -> bool:
-        """Tell whether the plan has a region of that name."""
-        return name in self._lifetimes
 
     def lifetime(self, name: str, frame: int) -> Lifetime:
         """Return the lifetime word of a region as a lease of `frame` has it; KeyError if it has none of that name."""

@@ -287,6 +287,11 @@ def test_pages_are_not_kept_without_a_backward() -> None:
         for step in range(2):
             layer(arena, whole(step, NUM_TOKENS, 16), ids(step, config, 0), whole(3, 16))
             assert_all_free(arena)
+            with arena.acquire() as lease:
+                recv = epbuf.dispatch(lease, whole(step, NUM_TOKENS, 16), ids(step, config, 0))
+                epbuf.combine(lease, recv.tokens * 1, out=torch.empty(NUM_TOKENS, 16))
+            assert_all_free(arena)
+            del recv
         assert arena.report()["stash_peak_rows"] == arena.stash_peak_rows() == 5 * STASH_PAGE_ROWS
 
 
