@@ -334,14 +334,14 @@ struct Outcome {
   std::uint32_t status;  // Status
   std::int32_t refusing_rank;
   std::uint32_t refusal;   // Refusal
-  std::uint32_t overflow;  // 1: some rank's demand exceeds capacity_rows
+  std::uint32_t overflow;  // 1: some rank's demand exceeds capacity_rows; of dispatch: some rank lacks pages
   std::int64_t max_demand_rows;
   std::int32_t max_demand_rank;
   std::int32_t bad_rank;      // first bad id of the lowest rank that has one
   std::uint64_t num_bad_ids;  // over all ranks
   std::int64_t bad_value;
   std::int32_t bad_token, bad_topk;
-  std::int32_t stash_rank;  // dispatch: the lowest rank that had too few pages of the stash, -1: none
+  std::int32_t stash_rank;  // the lowest rank that lacks pages of the stash
   std::uint32_t reserved;
 };
 

@@ -199,7 +199,7 @@ def _push_routed(
     recv_topk_weights = arena.region("recv_topk_weights", state.frame)
     increment_version((*filled.regions, recv_topk_weights))
     _remember_versions(arena, state, filled)
-    _push(arena, state, place, tokens, Attempt())
+    _push(arena, state, place, tokens, Attempt(), may_grow=True)
     return filled, recv_topk_weights, ticket
 
 
@@ -266,18 +266,21 @@ def _expect_routed(arena: Generation, frame: int, regions: tuple[torch.Tensor, t
         arena.expect(name, frame, region)
 
 
-def _push(arena: Generation, state: Ticket, place: Place, sent: Tokens, attempt: Attempt) -> None:
+def _push(
+    arena: Generation, state: Ticket, place: Place, sent: Tokens, attempt: Attempt, *, may_grow: bool = False
+) -> None:  # fmt: skip
     graph = arena.book.touch(state.frame, state.recorded_in)
     rows = Encoded(sent.x, sent.x_scales, sent.x_row_scales) if is_encoded(arena, sent) else sent.x
     outcome = arena.engine.dispatch(place, rows, sent.topk_weights)
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
     _settle(arena, outcome, attempt, "dispatch")
-    state.full_stash = outcome.stash_rank
+    if outcome.overflow:
+        state.full_stash = outcome.stash_rank
     arena.book.note_overflow(state.frame, arena.routed(state.frame)[2])
     if graph is not None or not (arena.may_refuse_result or arena.grower is not None):
         return
-    attempt.error = _read_round(arena, state) or _policy_error(arena, state, may_grow=is_direct())
+    attempt.error = _read_round(arena, state) or _policy_error(arena, state, may_grow=may_grow)
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
         raise attempt.take() or AssertionError("checked above")

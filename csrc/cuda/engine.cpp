@@ -17,7 +17,6 @@ Outcome empty_outcome(Status status) {
   outcome.status = status;
   outcome.refusing_rank = -1;
   outcome.bad_rank = -1;
-  outcome.stash_rank = -1;
   return outcome;
 }
 

@@ -170,9 +170,11 @@ void note_open(Context& context, const DispatchCall& call) {
 
 // Some rank has too few pages for what it received: flagged on all, as an overflow of its capacity is.
 void note_full_stash(Context& context, const DispatchCall& call, const Signal& arrived, Outcome* outcome) {
-  outcome->stash_rank = context.find_said(arrived, kStashFull);
-  if (outcome->stash_rank < 0) return;
-  context.control().record_full_stash(outcome->stash_rank);
+  const std::int32_t rank = context.find_said(arrived, kStashFull);
+  if (rank < 0) return;
+  outcome->overflow = 1;
+  outcome->stash_rank = rank;
+  context.control().record_full_stash(rank);
   *context.windows().own<float>(context.frame(call.frame).overflow) = 1.0f;
 }
 

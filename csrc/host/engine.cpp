@@ -9,7 +9,6 @@ Outcome empty_outcome() {
   Outcome outcome{};
   outcome.refusing_rank = -1;
   outcome.bad_rank = -1;
-  outcome.stash_rank = -1;
   return outcome;
 }
 
