@@ -30,11 +30,22 @@ const Geometry& checked(const Geometry& g, std::size_t num_windows) {
   return g;
 }
 
+PushTarget target_of(const RowFormat& format, std::int64_t rows, std::int64_t scales, std::int64_t row_scales) {
+  return {format, rows, format.scale_row_bytes > 0 ? scales : -1, format.format == kNvfp4 ? row_scales : -1, -1, -1};
+}
+
 // Of a frame or of a forward workspace: whichever holds the received rows.
 template <typename Offsets>
 PushTarget receiving(const RowFormat& format, const Offsets& set) {
-  return {format, set.recv_tokens, format.scale_row_bytes > 0 ? set.recv_scales : -1,
-          format.format == kNvfp4 ? set.recv_row_scales : -1, -1};
+  return target_of(format, set.recv_tokens, set.recv_scales, set.recv_row_scales);
+}
+
+// Blocked scales travel by way of `wire`, and lie in tiles then.
+PushTarget by_wire(PushTarget target, std::int64_t wire) {
+  if (target.format.is_blocked == 0) return target;
+  target.tiles = target.scales;
+  target.scales = wire;
+  return target;
 }
 
 }  // namespace
@@ -69,16 +80,16 @@ PushTarget ArenaMap::received(std::int32_t frame_idx, std::int32_t workspace) co
 }
 
 PushTarget ArenaMap::forward_target(const DispatchCall& call) const {
-  PushTarget target = received(call.frame, call.workspace);
+  PushTarget target = by_wire(received(call.frame, call.workspace), forward(call.workspace).recv_scales_wire);
   if (call.repeats == 0) target.weights = frame(call.frame).recv_topk_weights;
   return target;
 }
 
 PushTarget ArenaMap::backward_target(const DispatchCall& call) const {
   const BackwardOffsets& set = backward(call.workspace);
-  const RowFormat& format = geometry_.grad;
-  return {format, set.grad_expert_out, format.scale_row_bytes > 0 ? set.grad_expert_out_scales : -1,
-          format.format == kNvfp4 ? set.grad_expert_out_row_scales : -1, -1};
+  const PushTarget rows =
+      target_of(geometry_.grad, set.grad_expert_out, set.grad_expert_out_scales, set.grad_expert_out_row_scales);
+  return by_wire(rows, set.grad_expert_out_scales_wire);
 }
 
 void ArenaMap::check_num_tokens(std::int32_t num_tokens) const {

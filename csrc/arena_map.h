@@ -12,10 +12,11 @@ namespace epbuf {
 
 inline bool is_quantised(const RowFormat& format) { return format.format != kSame && format.format != kRaw; }
 
-// Where pushed rows land in every window; -1 where nothing of the kind travels.
+// Where pushed rows land in every window; -1 where nothing of the kind travels. `tiles`: where scales that came row by
+// row are tiled once all have arrived; -1: they stay as they are.
 struct PushTarget {
   const RowFormat& format;
-  std::int64_t rows, scales, row_scales, weights;
+  std::int64_t rows, scales, row_scales, weights, tiles;
 };
 
 class ArenaMap {

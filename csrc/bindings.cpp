@@ -111,19 +111,22 @@ void bind_layout(py::module_& m) {
   using W = ForwardOffsets;
   bind_offsets<W>(m, "ForwardOffsets", "ready_cells", &W::ready_cells, "ack_cells", &W::ack_cells, "route_base",
                   &W::route_base, "route_scratch", &W::route_scratch, "expert_out", &W::expert_out, "recv_tokens",
-                  &W::recv_tokens, "recv_scales", &W::recv_scales, "recv_row_scales", &W::recv_row_scales);
+                  &W::recv_tokens, "recv_scales", &W::recv_scales, "recv_row_scales", &W::recv_row_scales,
+                  "recv_scales_wire", &W::recv_scales_wire);
   using B = BackwardOffsets;
   bind_offsets<B>(m, "BackwardOffsets", "go_cells", &B::go_cells, "grad_arrived_cells", &B::grad_arrived_cells,
                   "grad_ready_cells", &B::grad_ready_cells, "grad_ack_cells", &B::grad_ack_cells, "grad_expert_out",
                   &B::grad_expert_out, "grad_expert_out_scales", &B::grad_expert_out_scales,
-                  "grad_expert_out_row_scales", &B::grad_expert_out_row_scales, "grad_recv_tokens",
-                  &B::grad_recv_tokens, "grad_recv_topk_weights", &B::grad_recv_topk_weights);
+                  "grad_expert_out_row_scales", &B::grad_expert_out_row_scales, "grad_expert_out_scales_wire",
+                  &B::grad_expert_out_scales_wire, "grad_recv_tokens", &B::grad_recv_tokens, "grad_recv_topk_weights",
+                  &B::grad_recv_topk_weights);
 }
 
 void bind_geometry(py::module_& m) {
   using F = RowFormat;
   bind_struct<F>(m, "RowFormat", "format", &F::format, "is_blocked", &F::is_blocked, "row_bytes", &F::row_bytes,
-                 "scale_row_bytes", &F::scale_row_bytes, "scale_bytes", &F::scale_bytes);
+                 "scale_row_bytes", &F::scale_row_bytes, "wire_row_bytes", &F::wire_row_bytes, "scale_bytes",
+                 &F::scale_bytes);
   using S = StashFormat;
   bind_struct<S>(m, "StashFormat", "num_pages", &S::num_pages, "page_rows", &S::page_rows, "page_bytes", &S::page_bytes,
                  "scales_offset", &S::scales_offset, "row_scales_offset", &S::row_scales_offset);

@@ -180,11 +180,13 @@ struct FrameOffsets {
 struct ForwardOffsets {
   std::int64_t ready_cells, ack_cells, route_base, route_scratch, expert_out;
   std::int64_t recv_tokens, recv_scales, recv_row_scales;  // -1 when the plan keeps them in the frame
+  std::int64_t recv_scales_wire;                           // -1 when scales are received where they lie
 };
 
 struct BackwardOffsets {
   std::int64_t go_cells, grad_arrived_cells, grad_ready_cells, grad_ack_cells;
   std::int64_t grad_expert_out, grad_expert_out_scales, grad_expert_out_row_scales;
+  std::int64_t grad_expert_out_scales_wire;  // -1 when scales are received where they lie
   std::int64_t grad_recv_tokens, grad_recv_topk_weights;
 };
 
@@ -197,9 +199,10 @@ enum Format : std::int32_t { kSame = 0, kMxfp8 = 1, kFp8Block128 = 2, kNvfp4 = 3
 // How rows of one direction travel and lie in the receive regions. kSame ignores the sizes: rows of token_row_bytes.
 struct RowFormat {
   std::int32_t format;           // Format
-  std::int32_t is_blocked;       // scales in 128x4 tiles (formats.h), else row by row
+  std::int32_t is_blocked;       // scales lie in 128x4 tiles (formats.h), else row by row; they travel row by row
   std::int64_t row_bytes;        // data of a row
-  std::int64_t scale_row_bytes;  // block scales of a row with their padding; 0: none
+  std::int64_t scale_row_bytes;  // block scales of a row where they lie, padding included; 0: none
+  std::int64_t wire_row_bytes;   // and as they travel: a multiple of 16
   std::int64_t scale_bytes;      // block scales of a row without it
 };
 
@@ -461,6 +464,14 @@ struct PushKernel {
   std::uint64_t scales, row_scales;  // of rows that are encoded already; 0 otherwise
   std::int64_t scales_row_stride_bytes;
   std::int64_t scales_region, row_scales_region;  // -1: none travel
+};
+
+// Scales of received rows, as they travelled, into 128x4 tiles.
+struct TileKernel {
+  KernelCall call;
+  std::uint64_t wire, tiles;
+  std::uint64_t num_rows;                        // int32: offs[-1], a multiple of 128
+  std::int64_t wire_row_bytes, scale_row_bytes;  // multiples of 16 and of 4
 };
 
 // Rows of a receive region below offs[-1] and num_rows, back to the token dtype.

@@ -172,6 +172,7 @@ class ForwardOffsets:
     recv_tokens: int
     recv_scales: int
     recv_row_scales: int
+    recv_scales_wire: int
     def __init__(self) -> None: ...
 
 class BackwardOffsets:
@@ -184,6 +185,7 @@ class BackwardOffsets:
     grad_expert_out: int
     grad_expert_out_scales: int
     grad_expert_out_row_scales: int
+    grad_expert_out_scales_wire: int
     grad_recv_tokens: int
     grad_recv_topk_weights: int
     def __init__(self) -> None: ...
@@ -193,6 +195,7 @@ class RowFormat:
     is_blocked: int
     row_bytes: int
     scale_row_bytes: int
+    wire_row_bytes: int
     scale_bytes: int
     def __init__(self) -> None: ...
 

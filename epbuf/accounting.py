@@ -34,6 +34,7 @@ class Push:
         weights: top-k weights read; a weight written for each kept and each padding row.
         padding: padding rows written, their scales included.
         slots: the slot map read.
+        tiling: blocked scales of kept and padding rows read where they arrived and written into their tiles.
     """
 
     payload: int
@@ -41,11 +42,12 @@ class Push:
     weights: int
     padding: int
     slots: int
+    tiling: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.payload + self.scales + self.weights + self.padding + self.slots
+        return self.payload + self.scales + self.weights + self.padding + self.slots + self.tiling
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,11 @@ def _push(plan: Plan, payload: Payload, rows: tuple[int, int, int], *, has_weigh
     tokens, kept, padding = rows
     config = plan.config
     row_bytes = payload.row_bytes_for(config.hidden, config.token_dtype)
-    scale_bytes = _scale_bytes(payload, config.hidden)
+    wire_bytes, lying_bytes = (
+        payload.wire_scale_row_bytes_for(config.hidden),
+        payload.scale_row_bytes_for(config.hidden),
+    )
+    scale_bytes = wire_bytes + (_ROW_SCALE_BYTES if payload.format == "nvfp4" else 0)
     is_raw = payload.format == "raw"  # the caller encoded the rows, and their scales are read with them
     num_slots = tokens * config.num_topk
     return Push(
@@ -163,6 +169,7 @@ def _push(plan: Plan, payload: Payload, rows: tuple[int, int, int], *, has_weigh
         weights=(num_slots + kept + padding) * _WEIGHT_BYTES if has_weights else 0,
         padding=padding * (row_bytes + scale_bytes),
         slots=num_slots * _SLOT_BYTES,
+        tiling=(kept + padding) * (wire_bytes + lying_bytes) if payload.scale_layout == "blocked" else 0,
     )
 
 

@@ -26,7 +26,7 @@ from epbuf.errors import (
 )
 from epbuf.generation import EVENTS, Generation
 from epbuf.growth import check_growth, grown_plan, save_capacity
-from epbuf.lease import Lease, caller, refuse_while_recording
+from epbuf.lease import NO_CLAIM, Lease, caller, refuse_while_recording
 from epbuf.plan import Plan, RecvPolicy, describe_difference
 from epbuf.report import report_tables
 from epbuf.windows import nccl
@@ -119,7 +119,7 @@ class Arena:
         if self._older:
             self._free_unused()
         lease = Lease(memory, memory.book, frame, _frames_for(memory, frame, recv_policy))
-        if memory.debug is not None:
+        if memory.debug is not None and lease.serial != NO_CLAIM:
             memory.hand_out(lease, memory.debug)
         return lease
 

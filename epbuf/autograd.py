@@ -12,9 +12,10 @@ from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from epbuf import _C, ops
-from epbuf.checks import Tokens, are_placed, check_out_grad, check_places, check_raw_grad
+from epbuf.checks import SAVE_ALL_OPS, Tokens, are_placed, check_out_grad, check_places, check_raw_grad
 from epbuf.engine import Encoded
 from epbuf.errors import ConfigError, LeaseError
 from epbuf.generation import Generation, as_bytes
@@ -133,10 +134,9 @@ def dispatch(
         PeerTimeoutError: a rank did not arrive.
     """
     arena = _arena(lease)
-    policy = arena.policies[lease.frame]
-    if policy != "keep" and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and arena.policies[lease.frame] != "keep":
         raise ConfigError(
-            f'recv_policy="{policy}" inside torch.compile: compiled code would read the rows of the first dispatch; '
+            f'recv_policy="{arena.policies[lease.frame]}" inside torch.compile: compiled code would read the rows of the first dispatch; '
             "call the layer outside the compiled function, or compile the experts alone"
         )
     scales, row_scales = x_scales if isinstance(x_scales, tuple) and len(x_scales) == 2 else (x_scales, None)
@@ -154,8 +154,10 @@ def dispatch(
     else:
         carrier, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
     arena, frame = _arena(lease), lease.frame  # others than before, if the arena has grown
+    if torch.compiler.is_compiling():
+        ticket = ticket.detach()  # a checkpoint returns to the code around it what torch ops made, but no HOP's results
     lease.ticket, lease.num_tokens = ticket, x.shape[0]
-    if policy == "recompute":
+    if arena.policies[frame] == "recompute":
         parts = (x, topk_idx, topk_weights, sent.x_scales, row_scales, num_tokens)
         lease.sent = tuple(None if part is None else part.detach() for part in parts)
     tokens, recv_scales, recv_row_scales = _received_views(arena, frame, carrier)
@@ -370,17 +372,42 @@ def _forward_dispatch(
     if ops.is_direct():
         filled, recv_weights, ticket = ops.route_and_dispatch(lease, sent)
         return _carrier(_arena(lease), lease.frame, filled), recv_weights.detach(), ticket
-    arena, frame = _arena(lease), lease.frame
+    arena, frame = _arena(lease), max(lease.frame, 0)  # the op, or a saved route, says which frame it is if any may be
     ticket = ops.ROUTE(
         arena.order, arena.region("offs", frame), arena.region("counts", frame), arena.region("overflow", frame),
         lease.token, sent.topk_idx, sent.num_tokens, x, sent.x_scales, sent.x_row_scales, topk_weights,
     )  # fmt: skip
+    arena, frame = _follow(lease, ticket)
     filled, recv_weights = _filled(arena, frame), arena.region("recv_topk_weights", frame)
     ops.DISPATCH(
-        arena.order, filled.data, filled.scales, filled.row_scales, recv_weights, ticket, x, sent.x_scales,
-        sent.x_row_scales, topk_weights,
+        arena.order, filled.data, filled.scales, filled.row_scales, recv_weights, ticket, x, sent.topk_idx,
+        topk_weights, sent.x_scales, sent.x_row_scales, sent.num_tokens,
     )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        _require_rows(arena, ticket)
     return _carrier(arena, frame, filled), recv_weights.detach(), ticket
+
+
+def _require_rows(arena: Generation, ticket: torch.Tensor) -> None:
+    """Refuse a dispatch that a selective checkpoint has saved, so that it did not run, where its rows are not."""
+    state = ops.state_of(ticket)[1]
+    if not state.filled:
+        raise LeaseError(f"a selective checkpoint has saved the dispatch and not its route: {SAVE_ALL_OPS}")
+    if state.combined and not arena.recv_in_frame[state.frame]:
+        raise LeaseError(
+            "a selective checkpoint has saved the dispatch, and its rows are gone: with this plan they last from "
+            "dispatch to combine. Let it save epbuf.ops.ROUTE alone, which dispatches again, or keep the rows: "
+            'save_recv=True, recv_policy="keep"'
+        )
+
+
+def _follow(lease: Lease, ticket: torch.Tensor) -> tuple[Generation, int]:
+    """Return where a lease's dispatch goes; a route that a selective checkpoint has saved brings its lease there."""
+    if not torch.compiler.is_compiling():
+        arena, state = ops.state_of(ticket)
+        if (state.frame, state.lease) != (lease.frame, lease.serial):
+            lease.take(arena, arena.book, state.frame, state.lease)
+    return _arena(lease), lease.frame
 
 
 def _carrier(arena: Generation, frame: int, filled: Encoded) -> torch.Tensor:
@@ -409,7 +436,20 @@ def _forward_combine(
         return ops.combine_lease(lease, expert_out, topk_weights, out, has_backward=has_backward)
     arena = _arena(lease)
     y = _token_rows(arena, lease.num_tokens) if out is None else out
+    if torch.compiler.is_compiling():
+        ops.COMBINE(arena.order, y, lease.token, lease.ticket, expert_out, topk_weights, has_backward)
+        return y
+    state = None if lease.ticket is None else ops.state_of(lease.ticket)[1]
+    was_combined = state is not None and state.combined
     ops.COMBINE(arena.order, y, lease.token, lease.ticket, expert_out, topk_weights, has_backward)
+    assert state is not None, "combine refuses a lease without a ticket"
+    if not state.combined:
+        raise LeaseError(f"a selective checkpoint has saved the combine and not its dispatch: {SAVE_ALL_OPS}")
+    if was_combined and out is None:
+        with _disable_current_modes():  # the checkpoint knows ops of its first pass only
+            y.fill_(torch.nan)  # y of a combine that did not run must not look right
+    if lease.released:  # a second pass on a lease of the first one
+        lease.ticket = None
     return y
 
 
@@ -441,9 +481,9 @@ def _make_routing_views(arena: Generation, frame: int) -> tuple[torch.Tensor, ..
 
 
 def _filled(arena: Generation, frame: int) -> Encoded:
-    """Return the regions that a dispatch has filled: the frame's, or those of the workspace that route has claimed."""
+    """Return the regions that a dispatch fills: the frame's, or those of the workspace that it has or will claim."""
     is_known = arena.recv_in_frame[frame] or torch.compiler.is_compiling()
-    return arena.received(frame, 0 if is_known else arena.book.workspace(frame, "forward") or 0)
+    return arena.received(frame, 0 if is_known else arena.book.next_workspace(frame, "forward"))
 
 
 def _require_backward(arena: Generation) -> None:

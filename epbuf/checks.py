@@ -26,6 +26,10 @@ ROW_ALIGNMENT = 16  # bytes; the widest access of the copy kernels
 _ID_DTYPES = (torch.int64, torch.int32)
 _WEIGHT_DTYPES = (torch.float32,)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+SAVE_ALL_OPS = (
+    "let it save all three ops: context_fn=partial(create_selective_checkpoint_contexts, [epbuf.ops.ROUTE, "
+    "epbuf.ops.DISPATCH, epbuf.ops.COMBINE])"
+)
 
 
 def refuse(cause: _C.Refusal, error: _Error) -> NoReturn:
@@ -152,9 +156,12 @@ def check_dispatch_order(arena: Generation, frame: int, lease: int) -> None:
     if arena.book.may_dispatch(frame, lease):
         return
     if not arena.book.is_live_lease(frame, lease):
+        repeated = f"; in the checkpoint of a compiled function, {SAVE_ALL_OPS}" if _in_backward() else ""
         refuse(
             _C.Refusal.LEASE,
-            LeaseError(f"dispatch on a lease of frame {frame} that was released; acquire another for this dispatch"),
+            LeaseError(
+                f"dispatch on a lease of frame {frame} that was released; acquire another for this dispatch{repeated}"
+            ),
         )
     refuse(
         _C.Refusal.CALL_ORDER,
@@ -306,11 +313,19 @@ def check_combine_order(ticket: Ticket | None, frame: int) -> Ticket:
             LeaseError(f"combine on frame {frame} before dispatch or after release(): call dispatch(lease, ...) first"),
         )
     if ticket.combined:
+        repeated = f"; in a checkpoint, {SAVE_ALL_OPS}" if _in_backward() else ""
         refuse(
             _C.Refusal.CALL_ORDER,
-            LeaseError(f"combine was called twice for one dispatch on frame {frame}; acquire a lease for another pair"),
+            LeaseError(
+                f"combine was called twice for one dispatch on frame {frame}; acquire a lease for another pair"
+                + repeated
+            ),
         )
     return ticket
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def check_expert_out(arena: Generation, expert_out: object, ticket: Ticket, workspace: int) -> bool:

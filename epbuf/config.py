@@ -184,6 +184,10 @@ class Payload(_Checked):
             return self.scale_row_bytes
         if self.scale_layout == "blocked":
             return round_up(self.scale_bytes_for(hidden), BLOCKED_TILE_SCALES)  # of one byte each
+        return self.wire_scale_row_bytes_for(hidden)
+
+    def wire_scale_row_bytes_for(self, hidden: int) -> int:
+        """Return the bytes of block scales in one row as it travels: compact, whatever the layout where they lie."""
         return round_up(self.scale_bytes_for(hidden), ROW_ALIGNMENT_BYTES)
 
     def scale_bytes_for(self, hidden: int) -> int:

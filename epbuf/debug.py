@@ -132,7 +132,7 @@ class Debug:
             pattern = _pattern(region.dtype, serial)
             _integers(region).fill_(pattern)
             if name in _ROWS:
-                self._patterns[frame, _ROWS.index(name)] = pattern
+                self._patterns[frame, _ROWS.index(name)].fill_(pattern)  # an assignment is no kernel in a capture
 
     def _mend(self, frame: int) -> None:
         """Put canaries back, so that what was raised is not raised again."""

@@ -34,12 +34,19 @@ class Place:
         refusal: why this rank refuses, `_C.Refusal.NONE` if it does not. It completes the round all the same.
         repeats: whether route and dispatch send the same tokens once more, inside combine's backward: weights stay
             where they are, and nothing is counted again.
+        now: what `Engine.now` said when the call began, for those that ask more than once.
     """
 
     frame: int
     workspace: int
     refusal: int = 0
     repeats: bool = False
+    now: tuple[int, int] | None = None
+
+    @property
+    def capture(self) -> int | None:
+        """The capture that the call is in, if `now` is known."""
+        return self.now[1] if self.now is not None else None
 
 
 @dataclass(slots=True)
@@ -128,8 +135,11 @@ class Engine(Protocol):
     def status(self) -> _C.Control:
         """Read the same words as the kernels last mirrored them to the host, without synchronising."""
 
+    def now(self) -> tuple[int, int]:
+        """Return the handle of the current stream, and the id of the capture that it takes part in, 0 outside."""
+
     def capture_key(self) -> int:
-        """Return the id of the capture that the current stream takes part in, 0 outside."""
+        """Return the second of `now`."""
 
     def hold(self) -> Callable[[], bool]:
         """Add a hold to the graph being captured; return what tells whether any graph still has it."""
@@ -256,8 +266,11 @@ class NativeEngine:
     def progress(self) -> list[tuple[int, int, int, int]]:
         return list(self.native.progress())
 
+    def now(self) -> tuple[int, int]:
+        return (0, 0) if self._streams is None else self._streams.now()
+
     def capture_key(self) -> int:
-        return 0 if self._streams is None else self._streams.capture_of(self._streams.current())
+        return self.now()[1]
 
     def hold(self) -> Callable[[], bool]:
         assert self._streams is not None, "only CUDA graphs are held"
@@ -297,8 +310,8 @@ class StreamOrder:
 
     def enter(self, place: Place, direction: str) -> int:
         """Let the current stream wait for the ops that this one must follow; return its handle."""
-        stream = self.current()
-        now = stream, self.capture_of(stream)
+        now = place.now or self.now()
+        stream = now[0]
         latest = now, place.frame, direction, place.workspace
         if latest == self._latest:  # the op before waited for all that this one would wait for
             return stream
@@ -314,6 +327,11 @@ class StreamOrder:
         for other in behind:
             self.wait_for(other)
         return stream
+
+    def now(self) -> tuple[int, int]:
+        """Return the current stream, and the capture that it takes part in."""
+        stream = self.current()
+        return stream, self.capture_of(stream)
 
     def current(self) -> int:
         """Return the handle of torch's current stream, without making a Stream object of it."""
@@ -457,6 +475,7 @@ def _row_format(payload: Payload, config: EpConfig) -> _C.RowFormat:
     form.is_blocked = int(payload.scale_layout == "blocked")
     form.row_bytes = payload.row_bytes_for(config.hidden, config.token_dtype)
     form.scale_row_bytes = payload.scale_row_bytes_for(config.hidden)
+    form.wire_row_bytes = payload.wire_scale_row_bytes_for(config.hidden)
     form.scale_bytes = payload.scale_bytes_for(config.hidden)
     return form
 

@@ -505,7 +505,8 @@ def _copied(name: str, tensor: torch.Tensor) -> NativeError:
     error = NativeError(
         f"region {name} arrived as a copy at {tensor.data_ptr():#x}, not as the window's own memory: a compiler "
         "functionalised the op and needs the region's older value. Do not read regions of a lease before dispatch in "
-        'compiled code, do not return them from it, and use backend="inductor" or eager for this function'
+        'compiled code, do not return them from it, and use backend="inductor" or eager for this function; let a '
+        "checkpoint inside it save epbuf.ops.ROUTE, DISPATCH and COMBINE"
     )
     error.refusal = int(_C.Refusal.COPIED_REGION)
     return error

@@ -20,6 +20,8 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, cast
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 from epbuf.errors import CaptureError, LeaseError
 from epbuf.plan import Lifetime
@@ -27,8 +29,9 @@ from epbuf.plan import Lifetime
 Direction = Literal["forward", "backward"]
 Phase = Literal["warm up", "record", "replay"]
 
-_WORD, _TOKEN = struct.Struct("=Q"), struct.Struct("=3q")  # of a ticket; of a lease: handle, frame, serial
+_WORD = struct.Struct("=Q")  # of a ticket
 _OURS = ("epbuf", "torch", "contextlib", "weakref")
+NO_FRAME, NO_CLAIM = -1, 0  # of a lease that learns in dispatch which frame it has
 
 
 class Regions(Protocol):
@@ -111,6 +114,7 @@ class Ticket:
     num_rows: int  # rows that expert_out may have besides C: those of Received.trim()
     overflowed: tuple[int, int] | None = None  # (rank, rows) of the largest demand, when over capacity
     bad_id: tuple[int, int, int] | None = None  # (rank, token, value) of the first id >= E
+    filled: bool = False  # its rows have been moved
     combined: bool = False
     returned: bool = False  # its first dispatch backward has run
     outstayed: bool = False  # it has been waited for, and is kept by somebody
@@ -295,12 +299,13 @@ class LeaseBook:
         """The graph that ops issued now belong to: whatever the stream captures, else what `recording_into` named."""
         return self._recording(None)
 
-    def touch(self, frame: int, recorded_in: Hashable | None = None) -> Graph | None:
+    def touch(self, frame: int, recorded_in: Hashable | None = None, capture: int | None = None) -> Graph | None:
         """Note that an op of `frame` is issued: while a graph records, the graph then holds the memory. Return it.
 
-        An op whose lease was recorded in another graph reserves the frame for both graphs until they die.
+        An op whose lease was recorded in another graph reserves the frame for both graphs until they die. `capture`:
+        that of the current stream, by who has asked already.
         """
-        graph = self._recording(frame)
+        graph = self._recording(frame, capture)
         if graph is None or graph.phase == "warm up":
             return graph
         with self._lock:
@@ -375,8 +380,9 @@ class LeaseBook:
             young = [(f.index, c) for f in self._frames for c in f.claims.values() if min(c.serial, f.lease) > serial]
         return [f"{claim.kind} on frame {frame} from {claim.where}" for frame, claim in young]
 
-    def _recording(self, frame: int | None) -> Graph | None:
-        key = self._captures.capture_key() if self._captures is not None else 0
+    def _recording(self, frame: int | None, key: int | None = None) -> Graph | None:
+        if key is None:
+            key = self._captures.capture_key() if self._captures is not None else 0
         if not key:
             return self._guard
         with self._lock:
@@ -542,12 +548,14 @@ def read_ticket(ticket: torch.Tensor) -> tuple[int, int]:
     return word & 0xFFFFFFFF, word >> 32
 
 
-def _make_token(book: LeaseBook, frame: int, serial: int) -> torch.Tensor:
+def _make_token(book: LeaseBook, frame: int, serial: int, among: Collection[int] = ()) -> torch.Tensor:
     """Make the tensor by which ops know a lease.
 
-    Shapes: [3] int64 cpu: arena handle, frame, serial.
+    Shapes: [3 + n] int64 cpu: arena handle, frame, serial; of a lease without a claim, the frames it may take if not
+        all.
     """
-    return torch.frombuffer(bytearray(_TOKEN.pack(book.handle, frame, serial)), dtype=torch.int64)
+    words = book.handle, frame, serial, *sorted(among)
+    return torch.frombuffer(bytearray(struct.pack(f"={len(words)}q", *words)), dtype=torch.int64)
 
 
 class Lease:
@@ -570,10 +578,15 @@ class Lease:
         self, arena: Regions, book: LeaseBook, frame: int | None, among: Collection[int] | None = None
     ) -> None:  # fmt: skip
         self.where = caller() or "unknown"
-        self.frame, self.serial = book.acquire(frame, self.where, among)
+        may_take: Collection[int] = ()
+        if _recomputes_selectively():
+            self.frame, self.serial = NO_FRAME if frame is None else frame, NO_CLAIM
+            may_take = among or ()
+        else:
+            self.frame, self.serial = book.acquire(frame, self.where, among)
         self.arena = arena
         self.book = book
-        self.token = _make_token(book, self.frame, self.serial)
+        self.token = _make_token(book, self.frame, self.serial, may_take)
         self.ticket: torch.Tensor | None = None
         self.num_tokens = 0
         self.sent: tuple[torch.Tensor | None, ...] = ()  # what a dispatch in combine's backward sends again
@@ -602,6 +615,10 @@ class Lease:
         """
         frame, serial = book.acquire_like(self.frame, self.where, among)
         self.book.end(self.serial)
+        self.take(arena, book, frame, serial)
+
+    def take(self, arena: Regions, book: LeaseBook, frame: int, serial: int) -> None:
+        """Stand for a claim that the book has, or had, and that no other lease stands for."""
         self.arena, self.book, self.frame, self.serial = arena, book, frame, serial
         self.token = _make_token(book, frame, serial)
 
@@ -656,11 +673,17 @@ class Lease:
             raise LeaseError(f"the plan has no region {name!r} that a lease can name; print(plan) lists them") from None
 
     def _place_of(self, name: str) -> tuple[int, Lifetime]:
-        lifetime = self.arena.lifetime(name, self.frame)
+        frame = max(self.frame, 0)
+        lifetime = self.arena.lifetime(name, frame)
         if lifetime in ("arena", "stash"):
             raise KeyError(name)
         if torch.compiler.is_compiling():  # traced code: claims are checked by the ops when it runs
-            return self.frame if lifetime == "frame" else 0, lifetime
+            return frame if lifetime == "frame" else 0, lifetime
+        if self.serial == NO_CLAIM:
+            raise LeaseError(
+                f"{name} of a lease that was acquired at {self.where} while a selective checkpoint runs its region "
+                "again: the saved route says in dispatch which frame it is; look at regions after dispatch"
+            )
         if not self.book.holds_frame(self.frame, self.serial):
             raise LeaseError(
                 f"{name} belongs to frame {self.frame}, and the lease acquired at {self.where} has ended with nothing "
@@ -682,6 +705,13 @@ class Lease:
 
     def __repr__(self) -> str:
         return f"Lease(frame={self.frame}, acquired at {self.where}{', released' if self.released else ''})"
+
+
+def _recomputes_selectively() -> bool:
+    """Tell whether a selective checkpoint runs its region again, so that the route to come may be a saved one."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _CachedTorchDispatchMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def caller() -> str:

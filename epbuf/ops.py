@@ -35,7 +35,16 @@ from epbuf.checks import (
 from epbuf.engine import Encoded, Place, Rows, peer_error
 from epbuf.errors import CapacityError, ConfigError, EpbufError, LeaseError
 from epbuf.generation import Generation, arena_of
-from epbuf.lease import Direction, Lease, Ticket, make_ticket_tensor, read_ticket
+from epbuf.lease import (
+    NO_CLAIM,
+    NO_FRAME,
+    Direction,
+    Lease,
+    Ticket,
+    caller,
+    make_ticket_tensor,
+    read_ticket,
+)
 
 _LIBRARY = torch.library.Library("epbuf", "DEF")  # type: ignore[no-untyped-call]
 
@@ -43,8 +52,8 @@ _SCHEMAS = (
     "route(Tensor(a!) order, Tensor(b!) offs, Tensor(c!) counts, Tensor(d!) overflow, Tensor token, Tensor topk_idx, "
     "Tensor? num_tokens, Tensor x, Tensor? x_scales, Tensor? x_row_scales, Tensor? topk_weights) -> Tensor",
     "dispatch(Tensor(a!) order, Tensor(b!) recv_tokens, Tensor(c!)? recv_scales, Tensor(d!)? recv_row_scales, "
-    "Tensor(e!) recv_topk_weights, Tensor ticket, Tensor x, Tensor? x_scales, Tensor? x_row_scales, "
-    "Tensor? topk_weights) -> ()",
+    "Tensor(e!) recv_topk_weights, Tensor ticket, Tensor x, Tensor topk_idx, Tensor? topk_weights, Tensor? x_scales, "
+    "Tensor? x_row_scales, Tensor? num_tokens) -> ()",
     "combine(Tensor(a!) order, Tensor(b!) out, Tensor token, Tensor? ticket, Tensor expert_out, Tensor? topk_weights, "
     "bool has_backward) -> ()",
     "combine_backward(Tensor(a!) order, Tensor(b!) grad_expert_out, Tensor(c!)? grad_scales, "
@@ -119,38 +128,68 @@ def route(
 
     Takes the tensors of the dispatch that follows, too: COUNT is the one place where a rank can refuse them.
     """
-    handle, frame, lease = token.tolist()
+    handle, frame, lease, *among = token.tolist()
     arena, tokens = arena_of(handle), Tokens(x, topk_idx, topk_weights, x_scales, x_row_scales, num_tokens)
+    if lease == NO_CLAIM:
+        return _acquire_and_route(arena, None if frame == NO_FRAME else frame, among or None, tokens)
     ticket, _ = _route(arena, frame, lease, (offs, counts, overflow), tokens)
+    return make_ticket_tensor(arena.book, ticket.serial)
+
+
+def _acquire_and_route(arena: Generation, asked: int | None, among: list[int] | None, tokens: Tokens) -> torch.Tensor:
+    """Route for a lease that a selective checkpoint's second pass acquired, when no route was saved for it."""
+    frame, lease = arena.book.acquire(asked, caller(), among)
+    try:
+        ticket, _ = _route(arena, frame, lease, arena.routed(frame), tokens)
+    except BaseException:
+        arena.book.end(lease)
+        raise
     return make_ticket_tensor(arena.book, ticket.serial)
 
 
 def dispatch(
     order: torch.Tensor, recv_tokens: torch.Tensor, recv_scales: torch.Tensor | None,
     recv_row_scales: torch.Tensor | None, recv_topk_weights: torch.Tensor, ticket: torch.Tensor, x: torch.Tensor,
-    x_scales: torch.Tensor | None, x_row_scales: torch.Tensor | None, topk_weights: torch.Tensor | None,
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, x_scales: torch.Tensor | None,
+    x_row_scales: torch.Tensor | None, num_tokens: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Move rows, scales and weights into their slots, zero padding, wait until all have arrived.
+
+    A ticket whose combine is over comes from a selective checkpoint that has saved the route: its round is repeated.
 
     Raises:
         CapacityError: overflow_policy="error" and some rank overflowed; on every rank.
         ConfigError: validate_ids and some rank's id is not below num_experts; on every rank.
     """
     arena, state = state_of(ticket)
-    frame, attempt = state.frame, Attempt()
-    workspace = arena.book.workspace(frame, "forward")
-    assert workspace is not None, "route claims the workspace and only combine ends it"
+    frame, attempt, place = state.frame, Attempt(), Place(state.frame, -1)
     filled = Encoded(recv_tokens, recv_scales, recv_row_scales)
+    sent = Tokens(x, topk_idx, topk_weights, x_scales, x_row_scales, num_tokens)
 
     def check() -> None:
-        arena.expect_same(_RECEIVED, filled, arena.received(frame, workspace))
+        if state.combined:
+            check_sent(arena, sent, frame)
+        place.workspace = _claim(arena, frame, "forward")
+        arena.expect_same(_RECEIVED, filled, arena.received(frame, place.workspace))
         arena.expect("recv_topk_weights", frame, recv_topk_weights)
 
-    refusal = attempt.run(check)
+    place.refusal = attempt.run(check)
+    if state.combined:
+        _route_again(arena, state, place, sent, attempt)
     increment_version((*filled.regions, recv_topk_weights))
     _remember_versions(arena, state, filled)
-    sent = Tokens(x, x, topk_weights, x_scales, x_row_scales, None)
-    _push(arena, state, Place(frame, workspace, refusal), sent, attempt)
+    _push(arena, state, place, sent, attempt)
+
+
+def _route_again(arena: Generation, state: Ticket, place: Place, sent: Tokens, attempt: Attempt) -> None:
+    """Begin one more round of a frame, on every rank: the same slots, for the same lease and ticket."""
+    arena.raise_pending()
+    arena.book.touch(state.frame, state.recorded_in)
+    outcome = arena.engine.route(place, sent.topk_idx, sent.num_tokens)
+    if outcome.status != _OK or attempt.error is not None:
+        arena.book.end_workspace(state.frame, "forward")
+        _settle(arena, outcome, attempt, "dispatch")
+    state.workspace, state.combined = place.workspace, False
 
 
 def combine(
@@ -161,7 +200,7 @@ def combine(
 
     Received rows that are stashed go into their pages, if a backward may follow.
     """
-    handle, frame, _ = token.tolist()
+    handle, frame, *_ = token.tolist()
     _pull(arena_of(handle), frame, ticket, (expert_out, topk_weights), out, has_backward=has_backward)
 
 
@@ -237,7 +276,7 @@ def _route(
 ) -> tuple[Ticket, Place]:
     arena.raise_pending()
     book, attempt, x = arena.book, Attempt(), tokens.x
-    place = Place(frame, -1)
+    place = Place(frame, -1, now=arena.engine.now())
 
     def check() -> None:
         check_dispatch_order(arena, frame, lease)
@@ -247,7 +286,7 @@ def _route(
         place.workspace = _claim(arena, frame, "forward")
 
     place.refusal = attempt.run(check)
-    graph = book.touch(frame)
+    graph = book.touch(frame, capture=place.capture)
     control = _control_before(arena) if graph is None else None
     outcome = arena.engine.route(place, tokens.topk_idx, tokens.num_tokens)
     if outcome.status != _OK or attempt.error is not None:
@@ -269,7 +308,7 @@ def _expect_routed(arena: Generation, frame: int, regions: tuple[torch.Tensor, t
 def _push(
     arena: Generation, state: Ticket, place: Place, sent: Tokens, attempt: Attempt, *, may_grow: bool = False
 ) -> None:  # fmt: skip
-    graph = arena.book.touch(state.frame, state.recorded_in)
+    graph = arena.book.touch(state.frame, state.recorded_in, place.capture)
     rows = Encoded(sent.x, sent.x_scales, sent.x_row_scales) if is_encoded(arena, sent) else sent.x
     outcome = arena.engine.dispatch(place, rows, sent.topk_weights)
     if attempt.error is not None:
@@ -278,6 +317,7 @@ def _push(
     if outcome.overflow:
         state.full_stash = outcome.stash_rank
     arena.book.note_overflow(state.frame, arena.routed(state.frame)[2])
+    state.filled = True
     if graph is not None or not (arena.may_refuse_result or arena.grower is not None):
         return
     attempt.error = _read_round(arena, state) or _policy_error(arena, state, may_grow=may_grow)
@@ -313,9 +353,10 @@ def _pull(
     if state is None:  # released after its dispatch: the peers wait for READY
         _complete_combine(arena, frame, workspace, attempt)
     assert state is not None
-    book.touch(frame, state.recorded_in)
+    place = Place(frame, workspace, refusal, now=arena.engine.now())
+    book.touch(frame, state.recorded_in, place.capture)
     y = arena.new_token_rows(state.num_tokens) if out is None else out
-    outcome = arena.engine.combine(Place(frame, workspace, refusal), found, None if refusal else topk_weights, y)
+    outcome = arena.engine.combine(place, found, None if refusal else topk_weights, y)
     if found.tensor is not None:
         increment_version(arena.region("expert_out", workspace))
     _settle(arena, outcome, attempt, "combine")
@@ -507,7 +548,7 @@ def _readable(grad: torch.Tensor) -> torch.Tensor:
 
 def refuse_dispatch(lease: Lease, attempt: Attempt) -> None:
     """Complete the round of a dispatch whose arguments no op schema takes, then raise."""
-    handle, frame, _ = lease.token.tolist()
+    handle, frame, *_ = lease.token.tolist()
     arena = arena_of(handle)
     outcome = arena.engine.route(Place(frame, -1, refusal_of(attempt.error)), lease.token, None)
     _settle(arena, outcome, attempt, "dispatch")
@@ -515,7 +556,7 @@ def refuse_dispatch(lease: Lease, attempt: Attempt) -> None:
 
 def refuse_combine(lease: Lease, attempt: Attempt) -> None:
     """Complete the round of a combine whose arguments no op schema takes, then raise."""
-    handle, frame, _ = lease.token.tolist()
+    handle, frame, *_ = lease.token.tolist()
     arena = arena_of(handle)
     workspace = arena.book.workspace(frame, "forward")
     if workspace is None:
@@ -639,7 +680,8 @@ def _register() -> None:
     kernels = {op.__name__: op for op in ops}
     for schema in _SCHEMAS:
         name = schema.split("(")[0]
-        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+        # The book advances when an op is called: a graph that the compiler makes and replays would not.
+        _LIBRARY.define(schema, tags=torch.Tag.cudagraph_unsafe)  # type: ignore[no-untyped-call]
         _LIBRARY.impl(name, kernels[name], "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"epbuf::{name}", _fake_route if name == "route" else _fake_nothing, lib=_LIBRARY)
 

@@ -539,6 +539,13 @@ def _payload_needs(payload: Payload, config: EpConfig, capacity_rows: int, prefi
     return needs
 
 
+def _wire_needs(payload: Payload, config: EpConfig, capacity_rows: int, scales: str) -> list[_Need]:
+    """Return where blocked scales arrive, row by row, before they are tiled."""
+    if payload.scale_layout != "blocked":
+        return []
+    return [_Need(f"{scales}_wire", (capacity_rows, payload.wire_scale_row_bytes_for(config.hidden)), "uint8")]
+
+
 def _cells(name: str, config: EpConfig) -> _Need:
     """Return one 8-byte cell per source rank."""
     return _Need(name, (config.num_ranks,), "int64")
@@ -594,7 +601,8 @@ def _forward_needs(config: EpConfig, capacity_rows: int, holds_rows: bool) -> li
     ]
     if holds_rows:
         needs += _recv_needs(config, capacity_rows)
-    return [*needs, _token_rows("expert_out", config, capacity_rows)]
+    wire = _wire_needs(config.dispatch_payload, config, capacity_rows, "recv_scales")
+    return [*needs, *wire, _token_rows("expert_out", config, capacity_rows)]
 
 
 def _backward_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
@@ -603,6 +611,7 @@ def _backward_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
     return [
         *(_cells(name, config) for name in names),
         *_payload_needs(payload, config, capacity_rows, "grad_expert_out_", "grad_expert_out"),
+        *_wire_needs(payload, config, capacity_rows, "grad_expert_out_scales"),
         _token_rows("grad_recv_tokens", config, capacity_rows),
         _Need("grad_recv_topk_weights", (capacity_rows,), "float32"),
     ]

@@ -378,8 +378,13 @@ def _powers(scales: Tensor) -> Tensor:
     return torch.where(scales == 255, torch.nan, powers)
 
 
+def _quotient(values: Tensor, divisor: int) -> Tensor:
+    """Divide with one rounding; on CUDA torch multiplies by the reciprocal of a Python number, which rounds twice."""
+    return values / torch.full_like(values, divisor)
+
+
 def _mxfp8(blocks: Tensor, amax: Tensor) -> Quantised:
-    mantissa, exponent = torch.frexp(amax / 448)
+    mantissa, exponent = torch.frexp(_quotient(amax, 448))
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(min=-127)
     scales = torch.where(amax.isfinite(), torch.where(amax == 0, 0, exponent + 127), 255)
     shift = torch.where(scales == 0, 0, 127 - scales)[:, :, None]
@@ -388,13 +393,13 @@ def _mxfp8(blocks: Tensor, amax: Tensor) -> Quantised:
 
 
 def _fp8_block128(blocks: Tensor, amax: Tensor) -> Quantised:
-    scales = amax.float() / 448
+    scales = _quotient(amax.float(), 448)
     scales = torch.where(scales == 0, 1.0, scales)
     return Quantised(_e4m3((blocks.float() / scales[:, :, None]).double()).flatten(1), scales)
 
 
 def _nvfp4(blocks: Tensor, amax: Tensor) -> Quantised:
-    row_scales = amax.amax(dim=1).float() / (448 * 6)
+    row_scales = _quotient(amax.amax(dim=1).float(), 448 * 6)
     row_scales = torch.where(row_scales == 0, 1.0, row_scales)
     scales = _e4m3(amax / (6 * row_scales.double()[:, None]))
     divisor = (E4M3.to(scales.device)[scales.long()] * row_scales.double()[:, None])[:, :, None]

@@ -78,6 +78,17 @@ def test_each_payload_counts_its_rows_and_scales(
     assert dispatch.padding == 14 * (row_bytes + scale_bytes)
 
 
+def test_blocked_scales_travel_in_rows_and_are_tiled() -> None:
+    """H = 96: 3 scales of a row travel in 16 bytes and lie in 4; zones of 128 rows: 10 true and 374 padding rows."""
+    blocked = Payload.mxfp8(scale_layout="blocked")
+    plan = plan_of(hidden=96, dispatch_payload=blocked, expert_alignment=128)
+    dispatch = traffic(plan, COUNTS, [2, 3]).dispatch
+    assert (dispatch.scales, dispatch.padding) == (10 * 16, 374 * (96 + 16))
+    assert dispatch.tiling == (10 + 374) * (16 + 4)
+    assert plan.region("recv_scales_wire").nbytes == plan.capacity_rows * 16
+    assert plan.region("recv_scales").nbytes == plan.capacity_rows * 4
+
+
 def test_nothing_live_moves_count_cells_only() -> None:
     moved = traffic(plan_of(), [[0] * 4] * 2, [0, 0])
     assert moved.route == 2 * 4 * 12 * 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,16 +12,21 @@ from ranks import Pool, raised
 from rounds import assert_same, draw_inputs
 from routings import base_config, named_case
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import cudagraph_trees
 
 import epbuf
-from epbuf.errors import NativeError
+from epbuf import ops
+from epbuf.errors import LeaseError, NativeError
 
 COMPILE_LIMIT_S = 180
+NUM_REDUCED = 6  # the first calls of a function warm up and record, later ones replay
 
 
-def open_arena(group: Any, num_frames: int = 2) -> epbuf.Arena:
-    config = base_config(group.size(), expert_alignment=16, token_dtype="fp32")
-    return epbuf.Arena.open(epbuf.Plan.build(config, schedule=epbuf.Schedule(num_frames)), group)
+def open_arena(group: Any, num_frames: int = 2, *, device: str = "cpu", window: str = "auto") -> epbuf.Arena:
+    config = base_config(group.size(), expert_alignment=16, token_dtype="fp32", timeout_s=COMPILE_LIMIT_S)
+    plan = epbuf.Plan.build(config, schedule=epbuf.Schedule(num_frames))
+    return epbuf.Arena.open(plan, group, device=device, window=window)
 
 
 def layer(lease: epbuf.Lease, x: Tensor, ids: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
@@ -180,3 +186,119 @@ def test_compiled_code_may_return_what_it_received(pool: Pool) -> None:
     for rank, (eager, compiled) in enumerate(pool.run(2, _returned, limit_s=COMPILE_LIMIT_S)):
         for name, want, got in zip(("y", "tokens", "offs"), eager, compiled, strict=True):
             assert_same(got, want, f"{name} of rank {rank}")
+
+
+def _on_one_frame(rank: int, group: Any) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Call a compiled layer twice on the only frame, then once with its backward; and the same eagerly."""
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor")
+    dy = draw_inputs(named_case("some_negative", 2, 16, "fp32"), rank, False).dy
+
+    def run(function: Callable[..., Tensor], number: int) -> list[Tensor]:
+        x, ids, weights, scale = _inputs(rank, number)
+        with torch.no_grad():
+            y = x.detach()
+            for _ in range(2):
+                with arena.acquire() as lease:
+                    y = function(lease, y, ids, weights.detach(), scale.detach())
+        with arena.acquire() as lease:
+            out = function(lease, x, ids, weights, scale)
+        return [y, out.detach(), *torch.autograd.grad(out, [x, weights, scale], dy)]
+
+    with open_arena(group, num_frames=1) as arena:
+        return [(run(layer, number), run(compiled, number)) for number in range(3)]
+
+
+def test_compiled_layers_share_one_frame(pool: Pool) -> None:
+    for rank, rounds in enumerate(pool.run(2, _on_one_frame, limit_s=COMPILE_LIMIT_S)):
+        for eager, compiled in rounds:
+            for name, want, got in zip(("y of two", "y", "dx", "dw", "dscale"), eager, compiled, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=f"{name} of rank {rank}")
+
+
+def _one_lease_twice(rank: int, group: Any) -> tuple[str, Tensor]:
+    compiled = torch.compile(two_layers, fullgraph=True, backend="inductor")
+    x, ids, weights, scale = (t.detach() for t in _inputs(rank, 0))
+    with open_arena(group, num_frames=1) as arena, torch.no_grad():
+        with arena.acquire() as lease:
+            message = raised(LeaseError, lambda: compiled(lease, lease, x, ids, weights, scale))
+        with arena.acquire() as lease:
+            return message, layer(lease, x, ids, weights, scale)
+
+
+def test_two_compiled_layers_on_one_lease_are_refused(pool: Pool) -> None:
+    """One frame cannot carry both dispatches of one graph: every rank says so, and eager goes on."""
+    for rank, (message, y) in enumerate(pool.run(2, _one_lease_twice, limit_s=COMPILE_LIMIT_S)):
+        assert "dispatch was called twice" in message
+        torch.testing.assert_close(y, wanted(rank, 0)[0], rtol=1e-5, atol=1e-5)
+
+
+def wanted(rank: int, number: int) -> tuple[Tensor, ...]:
+    """Compute y of one layer, and the gradients of x, weights and scale, without experts on ranks."""
+    x, ids, weights, scale = _inputs(rank, number)
+    y = x * scale * torch.where(ids >= 0, weights, 0).sum(1, keepdim=True)
+    dy = draw_inputs(named_case("some_negative", 2, 16, "fp32"), rank, False).dy
+    return y.detach(), *torch.autograd.grad(y, [x, weights], dy)
+
+
+@dataclass
+class Reduced:
+    """What training with mode="reduce-overhead" gave, and what became of graphs."""
+
+    results: list[tuple[Tensor, ...]]
+    num_holders: int  # graphs that hold the window
+    num_captured: int
+    num_skipped: int
+
+
+def reduced_overhead(rank: int, group: Any, device: str = "cpu", window: str = "auto") -> Reduced:
+    """Train one layer with mode="reduce-overhead", more often than inductor warms up and records."""
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    dy = draw_inputs(named_case("some_negative", 2, 16, "fp32"), rank, False).dy.to(device)
+    results, first_graph, skipped = [], _next_graph(), counters["inductor"]["cudagraph_skips"]
+    with open_arena(group, device=device, window=window) as arena:
+        for number in range(NUM_REDUCED):
+            x, ids, weights, scale = (t.detach().to(device) for t in _inputs(rank, number))
+            x.requires_grad_(), weights.requires_grad_()
+            torch.compiler.cudagraph_mark_step_begin()
+            with arena.acquire() as lease:
+                y = compiled(lease, x, ids, weights, scale)
+            grads = torch.autograd.grad(y, [x, weights], dy)
+            results.append(tuple(part.detach().cpu().clone() for part in (y, *grads)))
+            del y, grads
+        arena.check()
+        num_captured = max(0, _next_graph() - first_graph - 1)
+        num_skipped = counters["inductor"]["cudagraph_skips"] - skipped
+        return Reduced(results, len(arena.book.live_graphs()), num_captured, num_skipped)
+
+
+def _next_graph() -> int:
+    """Take a number from inductor's count of the graphs that it captures on this device; -1 before it counts."""
+    if not torch.cuda.is_available():
+        return -1
+    manager = cudagraph_trees.get_container(torch.cuda.current_device()).tree_manager
+    return -1 if manager is None else int(manager.new_graph_id().id)
+
+
+def assert_reduced(found: list[Reduced]) -> None:
+    """Compare with the dense layer; no graph of the compiler's may hold the window, since its replays call no op."""
+    for rank, reduced in enumerate(found):
+        assert reduced.num_holders == 0
+        for number, parts in enumerate(reduced.results):
+            for name, got, want in zip(("y", "dx", "dw"), parts, wanted(rank, number), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=f"{name} of rank {rank}, call {number}")
+
+
+def test_reduce_overhead_is_right_and_captures_no_graph_on_cpu(pool: Pool) -> None:
+    found = pool.run(2, reduced_overhead, limit_s=COMPILE_LIMIT_S)
+    assert_reduced(found)
+    assert [reduced.num_captured for reduced in found] == [0, 0]
+
+
+def test_compiler_is_told_not_to_capture_the_ops() -> None:
+    """A graph of inductor's would replay kernels without the lease book."""
+    forward, backward = (
+        (ops.ROUTE, ops.DISPATCH, ops.COMBINE, ops.DECODE),
+        (ops.COMBINE_BACKWARD, ops.DISPATCH_BACKWARD),
+    )
+    for op in (*forward, *backward, ops.REDISPATCH):
+        assert torch.Tag.cudagraph_unsafe in op.tags, op

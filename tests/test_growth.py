@@ -52,9 +52,12 @@ def plan_of(
     return epbuf.Plan.build(config, schedule=epbuf.Schedule(num_frames), recv_policy=recv_policy)
 
 
-def open_arena(group: Any = None, tight: bool = True, **changes: Any) -> epbuf.Arena:
+def open_arena(
+    group: Any = None, tight: bool = True, *, device: str = "cpu", window: str = "auto", **changes: Any
+) -> epbuf.Arena:
     num_ranks = size_of(group)
-    return epbuf.Arena.open(plan_of(num_ranks, tight_rows(num_ranks) if tight else None, **changes), group)
+    plan = plan_of(num_ranks, tight_rows(num_ranks) if tight else None, **changes)
+    return epbuf.Arena.open(plan, None if window == "local" else group, device=device, window=window)
 
 
 class Model(nn.Module):
@@ -70,6 +73,7 @@ class Model(nn.Module):
             torch.randn(config.num_local_experts, HIDDEN, HIDDEN, generator=generator) / 4 for _ in range(2)
         )
         self.arena = [arena]
+        self.to(arena.device)
 
     def forward(self, x: Tensor, live: Tensor, steer: Tensor) -> Tensor:
         for layer in range(2):
@@ -85,7 +89,8 @@ class Model(nn.Module):
         with self.arena[0].acquire(layer) as lease:
             recv = epbuf.dispatch(lease, x, ids, weights, num_tokens=live[layer : layer + 1])
             mask = recv.row_mask()[:, None]
-            expert = torch.searchsorted(recv.offs, torch.arange(len(mask)), right=True).clamp(max=len(experts) - 1)
+            row = torch.arange(len(mask), device=x.device)
+            expert = torch.searchsorted(recv.offs, row, right=True).clamp(max=len(experts) - 1)
             rows = torch.bmm(torch.where(mask, recv.tokens, 0)[:, None], experts[expert])[:, 0].tanh()
             return x + epbuf.combine(lease, torch.where(mask, rows, 0), topk_weights=recv.topk_weights)
 
@@ -95,7 +100,9 @@ class Training:
 
     def __init__(self, arena: epbuf.Arena, rank: int, checkpoints: bool | None = None) -> None:
         self.arena, self.model = arena, Model(arena, rank, checkpoints)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-2, fused=True, capturable=arena.device.type == "cuda"
+        )
 
     def step(self, x: Tensor, target: Tensor, live: Tensor, steer: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=False)
@@ -115,31 +122,35 @@ class Training:
 
     def state(self) -> list[Tensor]:
         states = [value for state in self.optimizer.state.values() for value in state.values()]
-        return [tensor.detach().clone() for tensor in (*self.model.parameters(), *states)]
+        return [tensor.detach().cpu().clone() for tensor in (*self.model.parameters(), *states)]
 
 
-def batch_of(rank: int, num_ranks: int, number: int, hard: bool = False) -> tuple[Tensor, ...]:
+def batch_of(
+    rank: int, num_ranks: int, number: int, hard: bool = False, device: str = "cpu"
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Draw a batch of FEW live tokens; a hard one sends all tokens of layer 2 to experts of rank 0."""
     generator = torch.Generator().manual_seed(1000 * rank + number)
     x, target = torch.randn(2, TOKENS, HIDDEN, generator=generator)
     live, steer = torch.tensor([FEW, TOKENS if hard else FEW]), torch.zeros(2, 4 * num_ranks)
     if hard:
         steer[1, :4] = 100.0
-    return x, target, live, steer
+    return x.to(device), target.to(device), live.to(device), steer.to(device)
 
 
 NUM_STEPS, HARD = 6, 2
 
 
-def _trained(rank: int, group: Any, tight: bool) -> dict[str, Any]:
+def trained(
+    rank: int, group: Any, tight: bool, device: str = "cpu", window: str = "auto"
+) -> dict[str, Any]:  # fmt: skip
     """Train; where a step overflows, see that it was skipped, run it again, and capture again."""
     num_ranks = size_of(group)
     found: dict[str, Any] = {"losses": [], "reruns": [], "skipped": [], "peaks": []}
-    with open_arena(group, tight) as arena:
+    with open_arena(group, tight, device=device, window=window) as arena:
         training = Training(arena, rank)
-        step = training.capture(batch_of(rank, num_ranks, 99))
+        step = training.capture(batch_of(rank, num_ranks, 99, device=device))
         for number in range(NUM_STEPS):
-            batch, before = batch_of(rank, num_ranks, number, hard=number == HARD), training.state()
+            batch, before = batch_of(rank, num_ranks, number, number == HARD, device), training.state()
             loss = step(*batch)
             if step.overflow:
                 after = training.state()
@@ -150,7 +161,7 @@ def _trained(rank: int, group: Any, tight: bool) -> dict[str, Any]:
                 found["stale"] = raised(StaleGraphError, lambda step=step, batch=batch: step(*batch))
                 step.close()
                 step = training.capture(batch)
-            found["losses"].append(loss.clone())
+            found["losses"].append(loss.cpu().clone())
         step.check()
         step.close()
         report = arena.report()
@@ -166,8 +177,8 @@ def test_overflow_is_flagged_skipped_rerun_grown_and_recaptured(num_ranks: int, 
     """A step that overflows on layer 2 only changes no weight; run again it grows the arena, and training goes on to
     the bit as with the capacity from the start.
     """
-    wide = spread(num_ranks, _trained, False)
-    for rank, (found, want) in enumerate(zip(spread(num_ranks, _trained, True), wide, strict=True)):
+    wide = spread(num_ranks, trained, False)
+    for rank, (found, want) in enumerate(zip(spread(num_ranks, trained, True), wide, strict=True)):
         assert want["reruns"] == [] and want["generation"] == 0
         assert found["reruns"] == [HARD] and found["skipped"] == [True], rank
         first, second = found["peaks"]
@@ -242,19 +253,21 @@ def test_growth_under_checkpoints(reentrant: bool, by_hand: bool) -> None:
             assert_same(tensor, wanted, "loss or state")
 
 
-def _validated(rank: int, group: Any, overflows: bool) -> dict[str, Any]:
+def validated(
+    rank: int, group: Any, overflows: bool, device: str = "cpu", window: str = "auto"
+) -> dict[str, Any]:  # fmt: skip
     num_ranks, called = size_of(group), []
-    with open_arena(group) as arena:
+    with open_arena(group, device=device, window=window) as arena:
         training = Training(arena, rank)
-        example = batch_of(rank, num_ranks, 99)
+        example = batch_of(rank, num_ranks, 99, device=device)
         train = training.capture(example, on_overflow=lambda _: called.append("train"))
         check = epbuf.CapturedStep.capture(
             arena, training.validate, example, on_overflow=lambda _: called.append("check")
         )
         losses = []
         for number in range(4):
-            losses.append(train(*batch_of(rank, num_ranks, number)).clone())
-            check(*batch_of(rank, num_ranks, 50, hard=overflows))
+            losses.append(train(*batch_of(rank, num_ranks, number, device=device)).cpu().clone())
+            check(*batch_of(rank, num_ranks, 50, overflows, device))
             assert float(check.overflow) == float(overflows) and float(train.overflow) == 0
         train.check()
         check.check()
@@ -265,8 +278,8 @@ def _validated(rank: int, group: Any, overflows: bool) -> dict[str, Any]:
 
 def test_validation_overflow_does_not_disturb_the_training_graph(spread: Spread) -> None:
     """Each step reacts to its own overflows only, and the training's values stay what they are without."""
-    calm = spread(2, _validated, False)
-    for found, want in zip(spread(2, _validated, True), calm, strict=True):
+    calm = spread(2, validated, False)
+    for found, want in zip(spread(2, validated, True), calm, strict=True):
         assert want["called"] == [] and found["called"] == ["check"] * 4
         for tensor, wanted in zip(found["losses"] + found["state"], want["losses"] + want["state"], strict=True):
             assert_same(tensor, wanted, "training")

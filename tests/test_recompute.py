@@ -38,15 +38,20 @@ def experts_of(arena: epbuf.Arena, layer: int) -> Tensor:
 
 
 def run_layer(
-    arena: epbuf.Arena, x: Tensor, inputs: Inputs, weights: Tensor, experts: Tensor, frame: int = 0
+    arena: epbuf.Arena, x: Tensor, inputs: Inputs, weights: Tensor, experts: Tensor, frame: int | None = None
 ) -> Tensor:  # fmt: skip
-    """Run one layer whose weight gradient reads received rows, zone by zone."""
+    """Run one layer on a lease of its own."""
     with arena.acquire(frame) as lease:
-        recv = epbuf.dispatch(lease, x, inputs.topk_idx, weights, num_tokens=inputs.num_tokens)
-        row = torch.arange(len(recv.tokens), device=arena.device)
-        zone = torch.searchsorted(recv.offs, row, right=True).clamp(max=len(recv.offs) - 1)
-        rows = recv.tokens.where(recv.row_mask()[:, None], 0.0)
-        return epbuf.combine(lease, torch.einsum("ch,chi->ci", rows, experts[zone]), topk_weights=recv.topk_weights)
+        return run_experts(lease, x, inputs, weights, experts)
+
+
+def run_experts(lease: epbuf.Lease, x: Tensor, inputs: Inputs, weights: Tensor, experts: Tensor) -> Tensor:
+    """Run one layer whose weight gradient reads received rows, zone by zone."""
+    recv = epbuf.dispatch(lease, x, inputs.topk_idx, weights, num_tokens=inputs.num_tokens)
+    row = torch.arange(len(recv.tokens), device=x.device)
+    zone = torch.searchsorted(recv.offs, row, right=True).clamp(max=len(recv.offs) - 1)
+    rows = recv.tokens.where(recv.row_mask()[:, None], 0.0)
+    return epbuf.combine(lease, torch.einsum("ch,chi->ci", rows, experts[zone]), topk_weights=recv.topk_weights)
 
 
 def gradients(

@@ -49,7 +49,7 @@ __device__ void push_scales(const PushKernel& k, std::int64_t token, const Desti
     }
     for (std::uint64_t rest = live; rest != 0; rest &= rest - 1) {
       const std::uint64_t scales = to.scales_of(__ffsll(rest) - 1);
-      if (w < num_words) *at<std::uint32_t>(scales, static_cast<std::int64_t>(w) * scale_step(k.format)) = word;
+      if (w < num_words) at<std::uint32_t>(scales)[w] = word;
     }
   }
 }

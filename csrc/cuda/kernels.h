@@ -20,6 +20,7 @@ void launch_signal(const SignalKernel& kernel, const Target& target);
 void launch_abort(const AbortKernel& kernel, const Target& target);
 void launch_push(const PushKernel& kernel, std::int64_t max_padding_rows, const Target& target);
 void launch_encode(const PushKernel& kernel, TokenDtype dtype, std::int64_t max_padding_rows, const Target& target);
+void launch_tile(const TileKernel& kernel, std::int64_t max_rows, const Target& target);
 void launch_decode(const DecodeKernel& kernel, TokenDtype dtype, const Target& target);
 void launch_stage(const StageKernel& kernel, TokenDtype dtype, std::int64_t max_rows, const Target& target);
 void launch_pull(const PullKernel& kernel, TokenDtype dtype, const Target& target);

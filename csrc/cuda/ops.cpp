@@ -192,6 +192,20 @@ void push(const CudaContext& context, const KernelCall& kernel_call, const Dispa
   launch_push(k, context.max_padding_rows(), context.target(call.stream));
 }
 
+// Scales that have arrived row by row become tiles.
+void tile(const CudaContext& context, const KernelCall& kernel_call, const DispatchCall& call,
+          const PushTarget& target) {
+  if (target.tiles < 0) return;
+  TileKernel k{};
+  k.call = kernel_call;
+  k.wire = context.own(target.scales);
+  k.tiles = context.own(target.tiles);
+  k.num_rows = context.last_offs(call.frame);
+  k.wire_row_bytes = target.format.wire_row_bytes;
+  k.scale_row_bytes = target.format.scale_row_bytes;
+  launch_tile(k, context.geometry().capacity_rows, context.target(call.stream));
+}
+
 // `staged_weights` 0: the weights of the call are factors of its rows.
 void stage(const CudaContext& context, const KernelCall& kernel_call, const CombineCall& call,
            std::uint64_t staged_rows, std::uint64_t staged_weights) {
@@ -246,21 +260,24 @@ void issue_route(const CudaContext& context, const RouteCall& call, Phases phase
   if ((phases & 2) && !refuses) launch_route_slots(slots_kernel(context, call), target);
 }
 
-// Phases: push, publish ARRIVED; await it. ARRIVED carries the refusal of a rank that found its rows unusable only now,
-// or that it has too few pages of the stash.
+// Phases: push, publish ARRIVED; await it, tile scales. ARRIVED carries the refusal of a rank that found its rows
+// unusable only now, or that it has too few pages of the stash.
 void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases phases) {
   context.check_rows(call, context.geometry().recv);
   const FrameOffsets& frame = context.frame(call.frame);
   const KernelCall kernel_call = forward_call(context, kOpDispatch, call);
   SignalKernel arrived = signal(context, kernel_call, kPhaseArrived, frame.arrived_cells);
   arrived.epoch = arrived.frame_counters + offsetof(FrameCounters, round);
-  const bool moves = (phases & 1) && call.refusal == kRefusalNone, stashes = frame.stash_table >= 0;
+  const bool moves = call.refusal == kRefusalNone, stashes = frame.stash_table >= 0;
   if (stashes) add_stash(context, frame, &arrived);
-  if (moves && stashes) launch_pages(pages_kernel(context, kernel_call, true), context.target(call.stream));
-  if (moves) push(context, kernel_call, call, context.forward_target(call));
+  if ((phases & 1) && moves && stashes) {
+    launch_pages(pages_kernel(context, kernel_call, true), context.target(call.stream));
+  }
+  if ((phases & 1) && moves) push(context, kernel_call, call, context.forward_target(call));
   const std::uint32_t set_open = call.repeats != 0 ? 0 : kSignalSetOpen;
   launch_steps(context, arrived,
                steps_of(phases, kSignalBegin | kSignalPublish, kSignalAwait | kSignalJudge | set_open), call.stream);
+  if ((phases & 2) && moves) tile(context, kernel_call, call, context.forward_target(call));
 }
 
 // Phases: stage, publish READY; await it, pull, publish ACK; when refused, await ACK.
@@ -279,7 +296,7 @@ void issue_combine(const CudaContext& context, const CombineCall& call, Phases p
                steps_of(phases, 0, kSignalPublish, kSignalAwaitRefused), call.stream);
 }
 
-// Phases: await ACK, publish GO; await it, push, publish ARRIVED; await it.
+// Phases: await ACK, publish GO; await it, push, publish ARRIVED; await it, tile.
 void issue_combine_backward(const CudaContext& context, const DispatchCall& call, Phases phases) {
   context.check_rows(call, context.geometry().grad);
   const BackwardOffsets& backward = context.backward(call.workspace);
@@ -290,9 +307,11 @@ void issue_combine_backward(const CudaContext& context, const DispatchCall& call
                steps_of(phases, kSignalBegin | kSignalAwaitAck | kSignalAdvance | kSignalPublish,
                         kSignalAwait | kSignalJudge | note_open),
                call.stream);
-  if ((phases & 2) && call.refusal == kRefusalNone) push(context, kernel_call, call, context.backward_target(call));
+  const bool moves = call.refusal == kRefusalNone;
+  if ((phases & 2) && moves) push(context, kernel_call, call, context.backward_target(call));
   launch_steps(context, unrefusing(go, kPhaseGradArrived, backward.grad_arrived_cells),
                steps_of(phases, 0, kSignalPublish, kSignalAwait), call.stream);
+  if ((phases & 4) && moves) tile(context, kernel_call, call, context.backward_target(call));
 }
 
 // Phases: begin the use if no combine backward did, stage, publish READY; await it, pull, publish ACK; when refused,

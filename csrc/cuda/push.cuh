@@ -8,20 +8,11 @@ namespace epbuf::cuda {
 
 constexpr std::int32_t kScaleWordBytes = 4;
 
-// Word w of the block scales of a row lies at `base` + w * step, whatever their layout.
-__device__ __forceinline__ std::int64_t scale_base(const RowFormat& format, std::int64_t row) {
-  return format.is_blocked != 0 ? blocked_scale_offset(row, 0, format.scale_row_bytes) : row * format.scale_row_bytes;
-}
-
-__device__ __forceinline__ std::int32_t scale_step(const RowFormat& format) {
-  return format.is_blocked != 0 ? static_cast<std::int32_t>(kTileRows * kTileScales) : kScaleWordBytes;
-}
-
 __device__ __forceinline__ std::int32_t num_scale_words(const RowFormat& format) {
-  return static_cast<std::int32_t>(format.scale_row_bytes / kScaleWordBytes);
+  return static_cast<std::int32_t>(format.wire_row_bytes / kScaleWordBytes);
 }
 
-// Where one row goes: its data and its first scale; 0 for no slot.
+// Where one row goes: its data and its scales; 0 for no slot.
 struct Destination {
   std::uint64_t data, scales;
 };
@@ -57,7 +48,7 @@ __device__ __forceinline__ Destination destination(const PushKernel& k, std::int
     at<float>(window, k.weights_region)[row] = k.weights != 0 ? weights[topk] : 1.0f;
   }
   if (sends && k.row_scales_region >= 0) at<float>(window, k.row_scales_region)[row] = row_scale;
-  return {window + k.rows_region + row * k.row_bytes, window + k.scales_region + scale_base(k.format, row)};
+  return {window + k.rows_region + row * k.row_bytes, window + k.scales_region + row * k.format.wire_row_bytes};
 }
 
 __device__ __forceinline__ Destinations destinations(const PushKernel& k, std::int64_t token, std::uint32_t lane,
@@ -73,10 +64,8 @@ __device__ __forceinline__ void zero_row(const PushKernel& k, std::int64_t row, 
   if (lane == 0 && k.weights_region >= 0) at<float>(k.call.window, k.weights_region)[row] = 0.0f;
   if (lane == 0 && k.row_scales_region >= 0) at<float>(k.call.window, k.row_scales_region)[row] = 0.0f;
   if (k.scales_region < 0) return;
-  const std::uint64_t scales = k.call.window + k.scales_region + scale_base(k.format, row);
-  for (std::int32_t w = lane; w < num_scale_words(k.format); w += kWarpSize) {
-    *at<std::uint32_t>(scales, static_cast<std::int64_t>(w) * scale_step(k.format)) = 0;
-  }
+  auto* scales = at<std::uint32_t>(k.call.window, k.scales_region + row * k.format.wire_row_bytes);
+  for (std::int32_t w = lane; w < num_scale_words(k.format); w += kWarpSize) scales[w] = 0;
 }
 
 // Padding rows are numbered through all zones; the warp takes numbers first, first + num_warps, ... Lane j looks at

@@ -22,7 +22,7 @@ class SentRows {
         num_elems_(context.geometry().hidden),
         encodes_(call.rows != 0 && is_quantised(format) && call.scales == 0),
         data_(static_cast<std::size_t>(encodes_ || call.rows == 0 ? context.row_bytes(format) : 0)),
-        scales_(static_cast<std::size_t>(format.scale_row_bytes)),
+        scales_(static_cast<std::size_t>(format.wire_row_bytes)),
         row_{data_.data(), scales_.data(), 0.0f} {}
 
   // Valid until the next call. A missing gradient counts as rows of zeros, with scales of zero.
@@ -56,23 +56,15 @@ class SentRows {
   EncodedRow row_;
 };
 
-void write_scales(const RowFormat& format, std::byte* region, std::int64_t row, const std::byte* scales) {
-  if (format.is_blocked == 0) {
-    std::memcpy(region + row * format.scale_row_bytes, scales, static_cast<std::size_t>(format.scale_row_bytes));
-    return;
-  }
-  for (std::int64_t scale = 0; scale < format.scale_row_bytes; scale += kTileScales) {
-    std::memcpy(region + blocked_scale_offset(row, scale, format.scale_row_bytes), scales + scale, kTileScales);
-  }
-}
-
 void push_row(const Context& context, const PushTarget& target, const EncodedRow& row, Slot slot) {
   const Windows& windows = context.windows();
   const std::int64_t row_bytes = context.row_bytes(target.format);
   std::byte* to = windows.at<std::byte>(slot.rank, target.rows) + slot.row * row_bytes;
   std::memcpy(to, row.data, static_cast<std::size_t>(row_bytes));
   if (target.scales >= 0) {
-    write_scales(target.format, windows.at<std::byte>(slot.rank, target.scales), slot.row, row.scales);
+    const std::int64_t wire_row_bytes = target.format.wire_row_bytes;
+    std::byte* scales = windows.at<std::byte>(slot.rank, target.scales) + slot.row * wire_row_bytes;
+    std::memcpy(scales, row.scales, static_cast<std::size_t>(wire_row_bytes));
   }
   if (target.row_scales >= 0) {
     windows.at<float>(slot.rank, target.row_scales)[slot.row] = row.row_scale;
@@ -100,22 +92,20 @@ void push_token(const Context& context, const DispatchCall& call, const PushTarg
   }
 }
 
-void zero_scales(const Context& context, const PushTarget& target, std::int64_t begin, std::int64_t end) {
-  const std::vector<std::byte> zeros(static_cast<std::size_t>(target.format.scale_row_bytes));
-  std::byte* region = context.windows().own<std::byte>(target.scales);
-  for (std::int64_t row = begin; row < end; ++row) write_scales(target.format, region, row, zeros.data());
+// Rows [begin, end) of a region.
+void zero_bytes(const Context& context, std::int64_t offset, std::int64_t row_bytes, std::int64_t begin,
+                std::int64_t end) {
+  std::byte* rows = context.windows().own<std::byte>(offset) + begin * row_bytes;
+  std::memset(rows, 0, static_cast<std::size_t>((end - begin) * row_bytes));
 }
 
 void zero_floats(const Context& context, std::int64_t offset, std::int64_t begin, std::int64_t end) {
-  if (offset < 0) return;
-  std::memset(context.windows().own<float>(offset) + begin, 0, static_cast<std::size_t>(end - begin) * sizeof(float));
+  if (offset >= 0) zero_bytes(context, offset, sizeof(float), begin, end);
 }
 
 void zero_rows(const Context& context, const PushTarget& target, std::int64_t begin, std::int64_t end) {
-  const std::int64_t row_bytes = context.row_bytes(target.format);
-  std::byte* rows = context.windows().own<std::byte>(target.rows) + begin * row_bytes;
-  std::memset(rows, 0, static_cast<std::size_t>((end - begin) * row_bytes));
-  if (target.scales >= 0) zero_scales(context, target, begin, end);
+  zero_bytes(context, target.rows, context.row_bytes(target.format), begin, end);
+  if (target.scales >= 0) zero_bytes(context, target.scales, target.format.wire_row_bytes, begin, end);
   zero_floats(context, target.row_scales, begin, end);
   zero_floats(context, target.weights, begin, end);
 }
@@ -135,6 +125,19 @@ void push_all(const Context& context, const DispatchCall& call, const PushTarget
   SentRows rows(context, call, target.format);
   for (std::int64_t token = 0; token < call.num_tokens; ++token) push_token(context, call, target, token, &rows);
   zero_padding(context, call.frame, target);
+}
+
+// Scales of received rows, padding included, from where they arrived into their tiles.
+void tile_scales(const Context& context, std::int32_t frame, const PushTarget& target) {
+  if (target.tiles < 0) return;
+  const std::int64_t row_bytes = target.format.scale_row_bytes;
+  const std::byte* from = context.windows().own<std::byte>(target.scales);
+  std::byte* tiles = context.windows().own<std::byte>(target.tiles);
+  for (std::int64_t row = 0; row < context.num_live_rows(frame); ++row, from += target.format.wire_row_bytes) {
+    for (std::int64_t scale = 0; scale < row_bytes; scale += kTileScales) {
+      std::memcpy(tiles + blocked_scale_offset(row, scale, row_bytes), from + scale, kTileScales);
+    }
+  }
 }
 
 // Rows as they lie in a receive region.
@@ -208,6 +211,7 @@ Status run_dispatch(Context& context, const OpState& op, const DispatchCall& cal
   EPBUF_TRY(context.exchange(op, arrived));
   if (context.find_refusal(op, arrived, outcome)) return kRefused;
   if (frame.stash_table >= 0) note_full_stash(context, call, arrived, outcome);
+  tile_scales(context, call.frame, context.forward_target(call));
   if (call.repeats == 0) context.frame_counters(call.frame).open = 1;
   return kOk;
 }
@@ -224,7 +228,9 @@ Status run_combine_backward(Context& context, const OpState& op, const DispatchC
     push_all(context, call, context.backward_target(call));
   }
   EPBUF_TRY(context.exchange(op, {kPhaseGradArrived, workspace.grad_arrived_cells, use, 0}));
-  return refused ? kRefused : kOk;
+  if (refused) return kRefused;
+  tile_scales(context, call.frame, context.backward_target(call));
+  return kOk;
 }
 
 Status run_decode(const Context& context, const DecodeCall& call) {

@@ -195,9 +195,10 @@ def foreign_pools(before: Sequence[dict[str, Any]], after: Sequence[dict[str, An
 
     A capture allocates from one pool that did not exist before it, with an id (0, n); pools that a user makes have ids
     (n, 0). A symmetric-memory pool that grows has allocated and registered memory inside the capture. The default pool
-    (0, 0) serves other threads.
+    (0, 0) serves other threads. torch frees unused segments when a capture begins, so that an address may come back in
+    another pool.
     """
-    old_segments = {segment["address"] for segment in before}
-    old_pools = {tuple(segment["segment_pool_id"]) for segment in before}
-    grown = {tuple(s["segment_pool_id"]) for s in after if s["address"] not in old_segments} - {(0, 0)}
+    old = {(tuple(segment["segment_pool_id"]), segment["address"]) for segment in before}
+    now = {(tuple(segment["segment_pool_id"]), segment["address"]) for segment in after}
+    old_pools, grown = {pool for pool, _ in old}, {pool for pool, _ in now - old} - {(0, 0)}
     return sorted(grown & old_pools) + sorted(grown - old_pools)[1:]

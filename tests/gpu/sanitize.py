@@ -1,7 +1,8 @@
 """Run the kernels under compute-sanitizer, in one process without MPS:   sanitize.py [memcheck] [initcheck] [racecheck]
 
 Small rounds of 2, 4 and 8 virtual ranks, phase by phase, with and without refusals, and of one rank through the public
-API. Results are compared with the reference as well. `sanitize.py kernels` runs just that, without the sanitizer.
+API, in every format. Results are compared with the reference as well. `sanitize.py kernels` runs just that, without the
+sanitizer.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ import torch
 from gpus import open_arena
 from graphed import compare_eager
 from routings import named_case, shape_case
+from test_cuda_payloads import rounds_here
 from test_cuda_phases import compare_refused, play_all
+from test_payloads import PAYLOADS, assert_round, case_of
+
+from epbuf import generation
 
 TOOLS = ("memcheck", "initcheck", "racecheck")
 LIMIT_S = 280
+
+
+# A backward's last node is dropped late here.
+generation._BACKWARD_TAIL_S = 20.0
 
 
 def run_kernels() -> None:
@@ -38,6 +47,9 @@ def run_kernels() -> None:
     for case in (named_case("some_negative", 1, 16, "bf16", hidden=264), shape_case("T_many_chunks", 1)):
         with open_arena(None, "local", case.config) as arena:
             compare_eager(arena, 0, [case])
+    for word in PAYLOADS:
+        case = case_of(word, num_ranks=1)
+        assert_round(case, rounds_here(0, None, "local", [(case, True)]), True)
     torch.cuda.synchronize()
 
 

@@ -36,7 +36,7 @@ def _on_cpu(result: Any) -> Any:
     return [_on_cpu(part) for part in result] if isinstance(result, list) else result
 
 
-def _rounds(rank: int, group: Any, window: str, cases: list[tuple[Case, bool]]) -> list[dict[str, Any]]:
+def rounds_here(rank: int, group: Any, window: str, cases: list[tuple[Case, bool]]) -> list[dict[str, Any]]:
     results = []
     for case, weighted in cases:
         inputs = draw_inputs(case, rank, False, "cuda")
@@ -60,7 +60,7 @@ def _cases(word: str, num_ranks: int) -> list[tuple[Case, bool]]:
 def test_rounds_equal_the_reference(pool: GpuPool, num_ranks: int, window: str, word: str) -> None:
     """Data, scales and row scales, padding 0, nothing behind the zones, gradients of both directions: to the bit."""
     cases = _cases(word, num_ranks)
-    results = pool.run(num_ranks, _rounds, window, cases)
+    results = pool.run(num_ranks, rounds_here, window, cases)
     for number, (case, weighted) in enumerate(cases):
         assert_round(case, [rank[number] for rank in results], weighted)
 

@@ -22,6 +22,7 @@ HIDDEN, TOKENS, TOPK = 16, 12, 3
 
 def _open(group: Any, num_ranks: int, window: str, debug: bool = False) -> epbuf.Arena:
     config = base_config(num_ranks, token_dtype="fp32", expert_alignment=4)
+    group = None if window == "local" else group
     return epbuf.Arena.open(epbuf.Plan.build(config), group, device="cuda", window=window, debug=debug)
 
 
