@@ -30,18 +30,22 @@ const Geometry& checked(const Geometry& g, std::size_t num_windows) {
   return g;
 }
 
-PushTarget target_of(const RowFormat& format, std::int64_t rows, std::int64_t scales, std::int64_t wire,
-                     std::int64_t row_scales, std::int64_t weights) {
-  const std::int64_t lying = format.scale_row_bytes > 0 ? scales : -1;
-  const bool is_tiled = format.is_blocked != 0;
-  return {
-      format, rows, is_tiled ? wire : lying, format.format == kNvfp4 ? row_scales : -1, weights, is_tiled ? lying : -1};
+PushTarget target_of(const RowFormat& format, std::int64_t rows, std::int64_t scales, std::int64_t row_scales) {
+  return {format, rows, format.scale_row_bytes > 0 ? scales : -1, format.format == kNvfp4 ? row_scales : -1, -1, -1};
 }
 
 // Of a frame or of a forward workspace: whichever holds the received rows.
 template <typename Offsets>
-PushTarget receiving(const RowFormat& format, const Offsets& set, std::int64_t wire, std::int64_t weights) {
-  return target_of(format, set.recv_tokens, set.recv_scales, wire, set.recv_row_scales, weights);
+PushTarget receiving(const RowFormat& format, const Offsets& set) {
+  return target_of(format, set.recv_tokens, set.recv_scales, set.recv_row_scales);
+}
+
+// Blocked scales travel by way of `wire`, and lie in tiles then.
+PushTarget by_wire(PushTarget target, std::int64_t wire) {
+  if (target.format.is_blocked == 0) return target;
+  target.tiles = target.scales;
+  target.scales = wire;
+  return target;
 }
 
 }  // namespace
@@ -69,19 +73,23 @@ std::int64_t ArenaMap::row_bytes(const RowFormat& format) const {
   return format.format == kSame ? geometry_.token_row_bytes : format.row_bytes;
 }
 
-// With save_recv=False received rows lie in the forward workspace.
+// Rows that are not kept until backward lie in the forward workspace.
+PushTarget ArenaMap::received(std::int32_t frame_idx, std::int32_t workspace) const {
+  const FrameOffsets& set = frame(frame_idx);
+  return set.recv_tokens >= 0 ? receiving(geometry_.recv, set) : receiving(geometry_.recv, forward(workspace));
+}
+
 PushTarget ArenaMap::forward_target(const DispatchCall& call) const {
-  const FrameOffsets& set = frame(call.frame);
-  const std::int64_t weights = call.repeats == 0 ? set.recv_topk_weights : -1;
-  const ForwardOffsets& workspace = forward(call.workspace);
-  if (set.recv_tokens >= 0) return receiving(geometry_.recv, set, workspace.recv_scales_wire, weights);
-  return receiving(geometry_.recv, workspace, workspace.recv_scales_wire, weights);
+  PushTarget target = by_wire(received(call.frame, call.workspace), forward(call.workspace).recv_scales_wire);
+  if (call.repeats == 0) target.weights = frame(call.frame).recv_topk_weights;
+  return target;
 }
 
 PushTarget ArenaMap::backward_target(const DispatchCall& call) const {
   const BackwardOffsets& set = backward(call.workspace);
-  return target_of(geometry_.grad, set.grad_expert_out, set.grad_expert_out_scales, set.grad_expert_out_scales_wire,
-                   set.grad_expert_out_row_scales, -1);
+  const PushTarget rows =
+      target_of(geometry_.grad, set.grad_expert_out, set.grad_expert_out_scales, set.grad_expert_out_row_scales);
+  return by_wire(rows, set.grad_expert_out_scales_wire);
 }
 
 void ArenaMap::check_num_tokens(std::int32_t num_tokens) const {
@@ -105,6 +113,12 @@ void ArenaMap::check_sources(const CombineCall& call) const {
   check_num_tokens(call.num_tokens);
   EPBUF_CHECK(call.rows_source <= kSourceZero && call.weights_source <= kSourceZero, "rows_source is ",
               call.rows_source, ", weights_source is ", call.weights_source);
+}
+
+void ArenaMap::check_stash(const StashCall& call) const {
+  EPBUF_CHECK(frame(call.frame).stash_table >= 0, "frame ", call.frame, " stashes no rows");
+  EPBUF_CHECK(call.move <= kRestoreRows, "move is ", call.move);
+  forward(call.workspace);
 }
 
 }  // namespace epbuf

@@ -34,7 +34,8 @@ class ArenaMap {
   const ForwardOffsets& forward(std::int32_t index) const;
   const BackwardOffsets& backward(std::int32_t index) const;
 
-  std::int64_t row_bytes(const RowFormat& format) const;  // data of one row
+  std::int64_t row_bytes(const RowFormat& format) const;                  // data of one row
+  PushTarget received(std::int32_t frame, std::int32_t workspace) const;  // where a dispatch puts rows, without weights
   PushTarget forward_target(const DispatchCall& call) const;
   PushTarget backward_target(const DispatchCall& call) const;
 
@@ -42,6 +43,7 @@ class ArenaMap {
   void check_num_tokens(std::int32_t num_tokens) const;
   void check_rows(const DispatchCall& call, const RowFormat& format) const;
   void check_sources(const CombineCall& call) const;
+  void check_stash(const StashCall& call) const;
 
  private:
   Geometry geometry_;

@@ -80,7 +80,8 @@ void bind_control(py::module_& m) {
       "refusing_rank", &C::refusing_rank, "refusal", &C::refusal, "refused_op", &C::refused_op, "num_overflows",
       &C::num_overflows, "num_early_reuses", &C::num_early_reuses, "num_bad_ids", &C::num_bad_ids, "bad_value",
       &C::bad_value, "bad_rank", &C::bad_rank, "bad_token", &C::bad_token, "bad_topk", &C::bad_topk, "staged_bytes",
-      &C::staged_bytes, "max_demand_rows", &C::max_demand_rows, "max_demand_rank", &C::max_demand_rank);
+      &C::staged_bytes, "max_demand_rows", &C::max_demand_rows, "max_demand_rank", &C::max_demand_rank, "stash_rank",
+      &C::stash_rank, "num_stash_overflows", &C::num_stash_overflows);
   control.def_static("at", [](std::uint64_t address) {
     C copy;
     std::memcpy(&copy, reinterpret_cast<const void*>(address), sizeof copy);
@@ -100,12 +101,13 @@ void bind_layout(py::module_& m) {
   using A = ArenaOffsets;
   bind_offsets<A>(m, "ArenaOffsets", "control", &A::control, "abort_cells", &A::abort_cells, "progress_cells",
                   &A::progress_cells, "frame_counters", &A::frame_counters, "forward_counters", &A::forward_counters,
-                  "backward_counters", &A::backward_counters);
+                  "backward_counters", &A::backward_counters, "stash_counters", &A::stash_counters, "stash_free",
+                  &A::stash_free, "stash_pages", &A::stash_pages);
   using F = FrameOffsets;
   bind_offsets<F>(m, "FrameOffsets", "count_cells", &F::count_cells, "arrived_cells", &F::arrived_cells, "slot_map",
                   &F::slot_map, "offs", &F::offs, "counts", &F::counts, "overflow", &F::overflow, "recv_topk_weights",
                   &F::recv_topk_weights, "recv_tokens", &F::recv_tokens, "recv_scales", &F::recv_scales,
-                  "recv_row_scales", &F::recv_row_scales);
+                  "recv_row_scales", &F::recv_row_scales, "stash_table", &F::stash_table);
   using W = ForwardOffsets;
   bind_offsets<W>(m, "ForwardOffsets", "ready_cells", &W::ready_cells, "ack_cells", &W::ack_cells, "route_base",
                   &W::route_base, "route_scratch", &W::route_scratch, "expert_out", &W::expert_out, "recv_tokens",
@@ -125,13 +127,16 @@ void bind_geometry(py::module_& m) {
   bind_struct<F>(m, "RowFormat", "format", &F::format, "is_blocked", &F::is_blocked, "row_bytes", &F::row_bytes,
                  "scale_row_bytes", &F::scale_row_bytes, "wire_row_bytes", &F::wire_row_bytes, "scale_bytes",
                  &F::scale_bytes);
+  using S = StashFormat;
+  bind_struct<S>(m, "StashFormat", "num_pages", &S::num_pages, "page_rows", &S::page_rows, "page_bytes", &S::page_bytes,
+                 "scales_offset", &S::scales_offset, "row_scales_offset", &S::row_scales_offset);
   using G = Geometry;
   bind_struct<G>(m, "Geometry", "rank", &G::rank, "num_ranks", &G::num_ranks, "num_experts", &G::num_experts,
                  "num_local_experts", &G::num_local_experts, "num_topk", &G::num_topk, "hidden", &G::hidden,
                  "expert_alignment", &G::expert_alignment, "max_tokens_per_rank", &G::max_tokens_per_rank,
                  "token_dtype", &G::token_dtype, "max_num_sms", &G::max_num_sms, "capacity_rows", &G::capacity_rows,
                  "token_row_bytes", &G::token_row_bytes, "route_chunk_tokens", &G::route_chunk_tokens, "timeout_us",
-                 &G::timeout_us, "recv", &G::recv, "grad", &G::grad);
+                 &G::timeout_us, "recv", &G::recv, "grad", &G::grad, "stash", &G::stash);
 }
 
 void bind_calls(py::module_& m) {
@@ -170,11 +175,14 @@ void bind_calls(py::module_& m) {
                  &E::data, "scales", &E::scales, "row_scales", &E::row_scales, "row_stride_bytes", &E::row_stride_bytes,
                  "scales_row_stride_bytes", &E::scales_row_stride_bytes, "out", &E::out, "num_rows", &E::num_rows,
                  "is_grad", &E::is_grad);
+  using S = StashCall;
+  bind_struct<S>(m, "StashCall", "frame", &S::frame, "workspace", &S::workspace, "stream", &S::stream, "move", &S::move,
+                 "returns_pages", &S::returns_pages);
   using O = Outcome;
   bind_struct<O>(m, "Outcome", "status", &O::status, "refusing_rank", &O::refusing_rank, "refusal", &O::refusal,
                  "overflow", &O::overflow, "max_demand_rows", &O::max_demand_rows, "max_demand_rank",
                  &O::max_demand_rank, "bad_rank", &O::bad_rank, "num_bad_ids", &O::num_bad_ids, "bad_value",
-                 &O::bad_value, "bad_token", &O::bad_token, "bad_topk", &O::bad_topk);
+                 &O::bad_value, "bad_token", &O::bad_token, "bad_topk", &O::bad_topk, "stash_rank", &O::stash_rank);
 }
 
 // Sizes that plan.py's regions must hold; a test compares them.
@@ -183,7 +191,9 @@ std::size_t size_of(const std::string& name) {
                                                             {"Control", sizeof(Control)},
                                                             {"FrameCounters", sizeof(FrameCounters)},
                                                             {"ForwardCounters", sizeof(ForwardCounters)},
-                                                            {"BackwardCounters", sizeof(BackwardCounters)}};
+                                                            {"BackwardCounters", sizeof(BackwardCounters)},
+                                                            {"StashCounters", sizeof(StashCounters)},
+                                                            {"StashTable", sizeof(StashTable)}};
   const auto found = kSizes.find(name);
   if (found == kSizes.end()) throw py::key_error("no struct '" + name + "' lives in a window");
   return found->second;
@@ -220,6 +230,7 @@ void bind_enums(py::module_& m) {
                      "CALL_ORDER", kRefusalCallOrder, "LEASE", kRefusalLease, "WORKSPACE", kRefusalWorkspace,
                      "COPIED_REGION", kRefusalCopiedRegion, "INTERNAL", kRefusalInternal);
   bind_enum<Source>(m, "Source", "TENSOR", kSourceTensor, "WINDOW", kSourceWindow, "ZERO", kSourceZero);
+  bind_enum<StashMove>(m, "StashMove", "NOTHING", kStashNothing, "STASH", kStashRows, "RESTORE", kRestoreRows);
   bind_enum<TokenDtype>(m, "TokenDtype", "BF16", kBf16, "FP16", kFp16, "FP32", kFp32);
   bind_enum<Format>(m, "Format", "SAME", kSame, "MXFP8", kMxfp8, "FP8_BLOCK128", kFp8Block128, "NVFP4", kNvfp4, "RAW",
                     kRaw);

@@ -34,6 +34,7 @@ pybind11::class_<Engine> bind_engine(pybind11::module_& m, const char* name) {
       .def("dispatch_backward", &Engine::dispatch_backward, release_gil())
       .def("weight_grad", &Engine::weight_grad, release_gil())
       .def("decode", &Engine::decode, release_gil())
+      .def("stash", &Engine::stash, release_gil())
       .def("control", &Engine::control, release_gil())
       .def("abort", &Engine::abort, pybind11::arg("reason"), release_gil())
       .def("progress", &progress_tuples<Engine>, release_gil());

@@ -73,6 +73,9 @@ enum Refusal : std::uint32_t {
   kRefusalInternal = 13,
 };
 
+// In the value of ARRIVED beside the refusal: the rank had too few pages of the stash for what it received.
+constexpr std::uint32_t kStashFull = 1u << 31;
+
 // PROGRESS packs what a rank is doing into a cell: epoch = call number, value = op | frame | workspace.
 constexpr std::uint32_t kProgressOpShift = 28;
 constexpr std::uint32_t kProgressOpMask = 7;
@@ -125,7 +128,8 @@ struct Control {
   std::uint64_t staged_bytes;
   std::int64_t max_demand_rows;  // of the latest overflow, the largest demand and the lowest rank that has it
   std::int32_t max_demand_rank;
-  std::uint32_t reserved;
+  std::int32_t stash_rank;            // of the latest stash overflow, the lowest rank that had too few pages
+  std::uint64_t num_stash_overflows;  // dispatches in which some rank had
 };
 
 // Region `frame_counters`, one per frame.
@@ -147,13 +151,30 @@ struct BackwardCounters {
   std::uint32_t last_ready;  // the last use whose READY this rank published; ACK is awaited for it
 };
 
+// Region `stash_counters`. The numbers of free pages are those of region `stash_free` from `num_taken` on.
+struct StashCounters {
+  std::uint32_t lock;       // held by the kernel that takes or returns pages; on the host unused
+  std::int32_t num_taken;   // pages that frames have
+  std::int32_t num_wanted;  // pages that they would have if there were enough
+  std::int32_t peak_pages;  // the most that were wanted at once
+};
+
+// Region `stash_table`, one per frame that stashes: the numbers of its pages follow, in the order of the rows.
+struct StashTable {
+  std::int32_t num_pages;
+  std::int32_t num_wanted;
+};
+
+// -1 (stash_*): the plan has none.
 struct ArenaOffsets {
   std::int64_t control, abort_cells, progress_cells, frame_counters, forward_counters, backward_counters;
+  std::int64_t stash_counters, stash_free, stash_pages;
 };
 
 struct FrameOffsets {
   std::int64_t count_cells, arrived_cells, slot_map, offs, counts, overflow, recv_topk_weights;
   std::int64_t recv_tokens, recv_scales, recv_row_scales;  // -1 when the plan keeps them in the forward workspace
+  std::int64_t stash_table;                                // -1 when received rows are not stashed
 };
 
 struct ForwardOffsets {
@@ -185,6 +206,14 @@ struct RowFormat {
   std::int64_t scale_bytes;      // block scales of a row without it
 };
 
+// The pages of the stash. A page holds data, then block scales, then row scales of `page_rows` rows, as they lie in the
+// receive regions.
+struct StashFormat {
+  std::int32_t num_pages, page_rows;
+  std::int64_t page_bytes;
+  std::int64_t scales_offset, row_scales_offset;  // from the start of a page
+};
+
 // What every op of an arena has in common.
 struct Geometry {
   std::int32_t rank, num_ranks, num_experts, num_local_experts, num_topk, hidden;
@@ -197,6 +226,7 @@ struct Geometry {
   std::uint64_t timeout_us;
   RowFormat recv;  // of dispatch
   RowFormat grad;  // of combine backward
+  StashFormat stash;
 };
 
 // Where a call's rows come from.
@@ -288,18 +318,34 @@ struct DecodeCall {
   std::uint32_t reserved;
 };
 
+enum StashMove : std::uint32_t {
+  kStashNothing = 0,
+  kStashRows = 1,    // received rows below offs[-1] into the pages that the frame's dispatch took
+  kRestoreRows = 2,  // back, once the readers of the workspace are done; zeros for rows that had no page
+};
+
+// Local, at the end of combine and of combine backward.
+struct StashCall {
+  std::int32_t frame, workspace;  // where dispatch put the rows
+  std::uint64_t stream;
+  std::uint32_t move;           // StashMove
+  std::uint32_t returns_pages;  // then give the frame's pages back
+};
+
 // What a host call answers at once. On CUDA only `status` kPoisoned is known at the call; the rest is read by check().
 struct Outcome {
   std::uint32_t status;  // Status
   std::int32_t refusing_rank;
   std::uint32_t refusal;   // Refusal
-  std::uint32_t overflow;  // 1: some rank's demand exceeds capacity_rows
+  std::uint32_t overflow;  // 1: some rank's demand exceeds capacity_rows; of dispatch: some rank lacks pages
   std::int64_t max_demand_rows;
   std::int32_t max_demand_rank;
   std::int32_t bad_rank;      // first bad id of the lowest rank that has one
   std::uint64_t num_bad_ids;  // over all ranks
   std::int64_t bad_value;
   std::int32_t bad_token, bad_topk;
+  std::int32_t stash_rank;  // the lowest rank that lacks pages of the stash
+  std::uint32_t reserved;
 };
 
 // Fields that end in `_region` or `_cells`, and those of ArenaOffsets, are offsets in every rank's window. All other
@@ -396,6 +442,8 @@ struct SignalKernel {
   std::uint32_t phase, ack_phase;  // Phase of `cells` and of `ack_cells`
   std::uint32_t steps;
   std::uint32_t reserved;
+  std::uint64_t stash_table;  // StashTable of the frame; 0: it stashes nothing
+  std::uint64_t overflow;     // float32 of the frame: 1 as well when pages are missing
 };
 
 // dispatch and combine backward: rows into the peers' slots, zeros into the own padding.
@@ -475,6 +523,34 @@ struct WeightGradKernel {
   std::uint64_t grad_rows;  // this rank's grad_expert_out
   std::uint64_t num_rows;   // int32: offs[-1]
   std::int64_t row_bytes;
+};
+
+// dispatch, and after rows were stashed or restored: the frame returns its pages and, for `takes`, takes new ones.
+struct PagesKernel {
+  KernelCall call;
+  std::uint64_t counters, free_pages, table;  // StashCounters; int32 [num_pages]; StashTable
+  std::uint64_t num_rows;                     // int32: offs[-1]
+  std::int32_t num_pages, page_rows;
+  std::uint32_t takes;
+  std::uint32_t reserved;
+};
+
+// One part of the rows: data, block scales or row scales, in both places in the order of the rows.
+struct StashPart {
+  std::uint64_t region;      // of rows as they were received
+  std::int64_t page_offset;  // from the start of a page
+  std::int64_t row_bytes;    // 0: no such part
+};
+
+// combine and combine backward: received rows below offs[-1] into the frame's pages, or back.
+struct StashKernel {
+  KernelCall call;
+  std::uint64_t pages, table;  // uint8 [num_pages, page_bytes]; StashTable
+  std::uint64_t num_rows;      // int32: offs[-1]
+  std::int64_t page_bytes;
+  std::int32_t page_rows;
+  std::uint32_t restores;
+  StashPart parts[3];
 };
 
 // Poison this rank's arena and tell the peers.

@@ -44,6 +44,8 @@ from protocol_model import (
     refused_lone_dispatch_backward,
     refused_route,
     route,
+    stash,
+    stashing_backward,
     weight_gradient,
 )
 
@@ -126,9 +128,14 @@ def recomputing_step(step: int, num_layers: int = 2, **options: bool) -> Steps:
     return [s for u in uses for s in forward(u)] + [s for u in reversed(uses) for s in recomputing_backward(u)]
 
 
-def interrupted_backward(u: Use, other: Use) -> Steps:
-    """Let another layer dispatch between the dispatch that brings rows back and the experts that read them."""
-    steps = recomputing_backward(u)
+def stashing_step(step: int, num_layers: int = 2, **options: bool) -> Steps:
+    """Run the same with rows that are copied into pages after each combine."""
+    uses = layers(num_layers, step, recv_in_workspace=True, **options)
+    return [s for u in uses for s in forward(u) + stash(u)] + [s for u in reversed(uses) for s in stashing_backward(u)]
+
+
+def interrupted(steps: Steps, other: Use) -> Steps:
+    """Let another layer dispatch between what brings rows back and the experts that read them."""
     at = next(i for i, s in enumerate(steps) if "weight gradient" in str(s))
     return [*steps[:at], *route(other), *dispatch(other), *steps[at:]]
 
@@ -244,6 +251,10 @@ SOUND: dict[str, Case] = {
     "recomputing-steps-staged": Case(
         "the same on three ranks with rows that the ops stage",
         every_rank(3, recomputing_step(0, in_window=False)),
+    ),
+    "stashing-steps": Case(
+        "each combine copies the received rows into pages, and each backward copies them back into the workspace",
+        every_rank(3, stashing_step(0) + stashing_step(1)),
     ),
     "refused-route": Case("a refused route, then the same again", every_rank(3, refused_route(A) + forward(A))),
     "refused-route-without-workspace": Case(
@@ -425,9 +436,28 @@ BROKEN: dict[str, Case] = {
     ),
     "recompute-without-claim": Case(
         "the next layer dispatches into the workspace before the weight gradient has read the rows that came back",
-        every_rank(2, forward(A_IN_WORKSPACE) + interrupted_backward(A_IN_WORKSPACE, B_IN_WORKSPACE)),
+        every_rank(2, forward(A_IN_WORKSPACE) + interrupted(recomputing_backward(A_IN_WORKSPACE), B_IN_WORKSPACE)),
         "corrupt",
         "experts backward with its weight gradient",
+    ),
+    "restore-without-claim": Case(
+        "the same with rows that were copied back",
+        every_rank(
+            2,
+            forward(A_IN_WORKSPACE)
+            + stash(A_IN_WORKSPACE)
+            + interrupted(stashing_backward(A_IN_WORKSPACE), B_IN_WORKSPACE),
+        ),
+        "corrupt",
+        "experts backward with its weight gradient",
+    ),
+    "stash-after-next-count": Case(
+        "rows are copied into pages after the next dispatch has said that they may be overwritten",
+        every_rank(
+            2, forward(A_IN_WORKSPACE) + route(B_IN_WORKSPACE) + stash(A_IN_WORKSPACE) + dispatch(B_IN_WORKSPACE)
+        ),
+        "corrupt",
+        "stash rows",
     ),
     "workspace-without-claim": Case(
         "two streams use one workspace at once",

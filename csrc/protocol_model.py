@@ -215,6 +215,10 @@ class Use:
     def grad_recv(self) -> Rows:
         return Rows(f"{'backward' if self.alias else 'grad_recv'}[{self.workspace}]", self.tag + " grad in")
 
+    @property
+    def pages(self) -> Rows:
+        return Rows(f"pages[{self.frame}]", self.tag)
+
     def cell(self, name: str) -> str:
         """Name a cell of this use: COUNT and ARRIVED belong to the frame, all others to the workspace."""
         return f"{name}[{self.frame if name in ('count', 'arrived') else self.workspace}]"
@@ -360,12 +364,34 @@ def backward(u: Use) -> Steps:
     return combine_backward(u) + experts_backward(u) + dispatch_backward(u)
 
 
-def recomputing_backward(u: Use) -> Steps:
-    """Run backward with the received rows brought back by one more dispatch, for a weight gradient that reads them."""
-    reads = (u.recv, u.grad_expert_out)
+def experts_backward_with_weights(u: Use) -> Steps:
+    """Compute both gradients, which takes the received rows, whatever they lie in."""
     writes = (u.grad_recv,) if u.in_window else ()
-    experts = Move("experts backward with its weight gradient", reads=reads, writes=writes, by_user=True)
-    return [*combine_backward(u), *route(u), *dispatch(u), experts, *dispatch_backward(u)]
+    reads = (u.recv, u.grad_expert_out)
+    return [Move("experts backward with its weight gradient", reads=reads, writes=writes, by_user=True)]
+
+
+def recomputing_backward(u: Use) -> Steps:
+    """Run backward with the received rows brought back by one more dispatch."""
+    return [
+        *combine_backward(u), *route(u), *dispatch(u), *experts_backward_with_weights(u), *dispatch_backward(u),
+    ]  # fmt: skip
+
+
+def stash(u: Use) -> Steps:
+    return [Move("stash rows", reads=(u.recv,), writes=(u.pages,))]
+
+
+def stashing_backward(u: Use) -> Steps:
+    """Run backward with the received rows copied back from the frame's pages."""
+    restore = Move("restore rows", reads=(u.pages,), writes=(u.recv,))
+    return [
+        *combine_backward(u),
+        Await(u.cell("ack"), u.forward_use),
+        restore,
+        *experts_backward_with_weights(u),
+        *dispatch_backward(u),
+    ]
 
 
 def announced(u: Use, *ops: Callable[[Use], Steps]) -> Steps:

@@ -60,6 +60,11 @@ class Source(enum.IntEnum):
     WINDOW = 1
     ZERO = 2
 
+class StashMove(enum.IntEnum):
+    NOTHING = 0
+    STASH = 1
+    RESTORE = 2
+
 class TokenDtype(enum.IntEnum):
     BF16 = 0
     FP16 = 1
@@ -104,6 +109,8 @@ class Control:
     staged_bytes: int
     max_demand_rows: int
     max_demand_rank: int
+    stash_rank: int
+    num_stash_overflows: int
     def __init__(self) -> None: ...
     @staticmethod
     def at(address: int) -> Control:
@@ -133,6 +140,9 @@ class ArenaOffsets:
     frame_counters: int
     forward_counters: int
     backward_counters: int
+    stash_counters: int
+    stash_free: int
+    stash_pages: int
     def __init__(self) -> None: ...
 
 class FrameOffsets:
@@ -148,6 +158,7 @@ class FrameOffsets:
     recv_tokens: int
     recv_scales: int
     recv_row_scales: int
+    stash_table: int
     def __init__(self) -> None: ...
 
 class ForwardOffsets:
@@ -188,6 +199,14 @@ class RowFormat:
     scale_bytes: int
     def __init__(self) -> None: ...
 
+class StashFormat:
+    num_pages: int
+    page_rows: int
+    page_bytes: int
+    scales_offset: int
+    row_scales_offset: int
+    def __init__(self) -> None: ...
+
 class Geometry:
     rank: int
     num_ranks: int
@@ -205,6 +224,7 @@ class Geometry:
     timeout_us: int
     recv: RowFormat
     grad: RowFormat
+    stash: StashFormat
     def __init__(self) -> None: ...
 
 class RouteCall:
@@ -327,6 +347,14 @@ class DecodeCall:
     is_grad: int
     def __init__(self) -> None: ...
 
+class StashCall:
+    frame: int
+    workspace: int
+    stream: int
+    move: int
+    returns_pages: int
+    def __init__(self) -> None: ...
+
 class Outcome:
     status: int
     refusing_rank: int
@@ -339,6 +367,7 @@ class Outcome:
     bad_value: int
     bad_token: int
     bad_topk: int
+    stash_rank: int
     def __init__(self) -> None: ...
 
 class _Engine:
@@ -351,6 +380,7 @@ class _Engine:
     def dispatch_backward(self, call: CombineCall, /) -> Outcome: ...
     def weight_grad(self, call: WeightGradCall, /) -> Outcome: ...
     def decode(self, call: DecodeCall, /) -> Outcome: ...
+    def stash(self, call: StashCall, /) -> Outcome: ...
     def control(self) -> Control: ...
     def abort(self, reason: int) -> None: ...
     def progress(self) -> list[tuple[int, int, int, int]]:

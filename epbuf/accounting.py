@@ -78,6 +78,8 @@ class Traffic:
         route: ids read twice (counted, then placed), slot maps written, count cells written and read.
         dispatch, combine: the forward.
         combine_backward, dispatch_backward: the backward.
+        stash: rows below offs[-1] with their scales, read and written by combine and again by combine backward, which
+            each dispatch of a layer with recv_policy "stash" adds.
         staging: rows below offs[-1] read and written, which each combine and each dispatch backward adds whose rows lie
             in an ordinary tensor. `staged_bytes` of `Arena.report()` counts what is written: half of it.
     """
@@ -88,6 +90,7 @@ class Traffic:
     combine_backward: Push
     dispatch_backward: Pull
     staging: int
+    stash: int
 
 
 def traffic(plan: Plan, counts: Counts, num_tokens: Sequence[int]) -> Traffic:
@@ -108,6 +111,7 @@ def traffic(plan: Plan, counts: Counts, num_tokens: Sequence[int]) -> Traffic:
         combine_backward=_push(plan, config.combine_grad_payload, (tokens, kept, padding), has_weights=False),
         dispatch_backward=Pull(pulled, (kept + num_slots) * _WEIGHT_BYTES, slots),
         staging=2 * (kept + padding) * plan.token_row_bytes,
+        stash=4 * (kept + padding) * (plan.row_bytes + _scale_bytes(config.dispatch_payload, config.hidden)),
     )
 
 
@@ -167,3 +171,8 @@ def _push(plan: Plan, payload: Payload, rows: tuple[int, int, int], *, has_weigh
         slots=num_slots * _SLOT_BYTES,
         tiling=(kept + padding) * (wire_bytes + lying_bytes) if payload.scale_layout == "blocked" else 0,
     )
+
+
+def _scale_bytes(payload: Payload, hidden: int) -> int:
+    """Count the bytes of block scales and row scales of a row."""
+    return payload.scale_row_bytes_for(hidden) + (_ROW_SCALE_BYTES if payload.format == "nvfp4" else 0)

@@ -7,11 +7,11 @@ are still in use.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from rich.console import RenderableType
@@ -55,7 +55,8 @@ class Arena:
         self._group = group
         self._engine = engine
         self._older: list[Generation] = []
-        self._peak_rows, self._past = 0, dict.fromkeys(EVENTS, 0)  # of generations that are gone
+        self._past = dict.fromkeys(EVENTS, 0)  # of generations that are gone, like the peaks
+        self._peak_rows = self._stash_peak_rows = 0
         self._num_growing = 0  # blocks of growing() that are open
 
     @classmethod
@@ -100,20 +101,16 @@ class Arena:
     def acquire(self, frame: int | None = None, *, recv_policy: RecvPolicy | None = None) -> Lease:
         """Take a frame: the lowest free one, or the one that `plan.schedule.frame(...)` names.
 
-        Every rank must take the same frame for the same dispatch. `recv_policy` may name the plan's.
+        Every rank must take the same frame for the same dispatch. Where layers differ in `recv_policy` a frame has that
+        of its layer: name the frame, or the policy, whose lowest free frame is taken then.
 
         Raises:
-            LeaseError: the frame, or every frame, is in use; the arena is closed.
-            ConfigError: the plan was built with another recv_policy.
+            LeaseError: the frame, or every frame (of the policy), is in use; the arena is closed.
+            ConfigError: the frame, or every frame, has another recv_policy; policies differ and nothing says which.
             NativeError: in debug mode, bytes of the frame that belong to nobody were written.
         """
         memory = self.memory
         memory.require_open("acquire()")
-        if recv_policy not in (None, memory.plan.recv_policy):
-            raise ConfigError(
-                f"acquire(recv_policy={recv_policy!r}): the plan was built with {memory.plan.recv_policy!r}, which "
-                "sizes its regions; give Plan.build the policy that the layers use"
-            )
         if frame is not None and type(frame) is not int:
             raise LeaseError(
                 f"acquire(frame=...) takes an int, found {type(frame).__name__}; schedule.frame(layer, microbatch) "
@@ -121,7 +118,7 @@ class Arena:
             )
         if self._older:
             self._free_unused()
-        lease = Lease(memory, memory.book, frame)
+        lease = Lease(memory, memory.book, frame, _frames_for(memory, frame, recv_policy))
         if memory.debug is not None and lease.serial != NO_CLAIM:
             memory.hand_out(lease, memory.debug)
         return lease
@@ -165,11 +162,14 @@ class Arena:
     def grow_to_peak(self) -> list[str]:
         """Grow to the largest demand that any dispatch so far has had, if that is more than C; as `grow`. Collective.
 
-        Reads the device.
+        So does the stash, to the most rows whose pages were wanted at once. Reads the device.
         """
         with torch.no_grad():
-            peak = max(self._group.all_gather(self.demand_peak_rows()))
-        return self.grow(grown_plan(self.plan, peak)) if peak > self.capacity_rows else []
+            found = self._group.all_gather((self.demand_peak_rows(), self.stash_peak_rows()))
+        rows, stash_rows = (max(peaks) for peaks in zip(*found, strict=True))
+        if rows <= self.capacity_rows and stash_rows <= self.memory.stash_rows:
+            return []
+        return self.grow(grown_plan(self.plan, max(rows, self.capacity_rows), stash_rows))
 
     @contextmanager
     def growing(self) -> Iterator[None]:
@@ -231,6 +231,13 @@ class Arena:
         """Return the largest demand that a dispatch so far put on any rank, in rows. Reads the device."""
         return max(self._peak_rows, *(max(memory.demand_peaks()) for memory in self._generations()))
 
+    def stash_peak_rows(self) -> int:
+        """Return the most rows that pages of this rank were wanted for at once, in whole pages. Reads the device.
+
+        The largest of all ranks is what to give `Plan.build(stash_rows=)`. 0 without a stash.
+        """
+        return max(self._stash_peak_rows, *(memory.stash_peak_rows() for memory in self._generations()))
+
     def report(self) -> dict[str, Any]:
         """Return what the arena holds and what it has done, as plain data that JSON can carry. Reads the device.
 
@@ -254,6 +261,7 @@ class Arena:
             **parts[-1],
             **{name: past + sum(part[name] for part in parts) for name, past in self._past.items()},
             "demand_peak_rows": max(self._peak_rows, *(part["demand_peak_rows"] for part in parts)),
+            "stash_peak_rows": max(self._stash_peak_rows, *(part["stash_peak_rows"] for part in parts)),
             "claims": [{"generation": p["generation"], **claim} for p in parts for claim in p["claims"]],
             "graphs": [
                 {"generation": p["generation"], "is_stale": p is not parts[-1], **graph}
@@ -354,7 +362,8 @@ class Arena:
             assert num_rows <= self.memory.capacity_rows, "the demand that overflowed is among the peaks"
         else:
             self._group.barrier()  # a route that no dispatch follows: all have read its counts before anyone goes on
-        lease.move(self.memory, self.memory.book)
+        old = cast(Generation, lease.arena)
+        lease.move(self.memory, self.memory.book, self.memory.frames_of(old.policies[lease.frame]))
         if self.memory.debug is not None:
             self.memory.hand_out(lease, self.memory.debug)
 
@@ -366,9 +375,43 @@ class Arena:
         for memory in [memory for memory in self._older if memory.number in numbers]:
             gone = memory.report()
             self._peak_rows = max(self._peak_rows, gone["demand_peak_rows"])
+            self._stash_peak_rows = max(self._stash_peak_rows, gone["stash_peak_rows"])
             self._past = {name: past + gone[name] for name, past in self._past.items()}
             memory.let_go(is_healthy=True)
             self._older.remove(memory)
+
+
+def _frames_for(memory: Generation, frame: int | None, recv_policy: RecvPolicy | None) -> frozenset[int] | None:
+    """Return the frames that an acquire may take when it names none; None: all.
+
+    Raises:
+        ConfigError: no frame has the policy that was asked for, or not the frame that was named, or nothing says which.
+    """
+    policies = memory.policies
+    if recv_policy is None:
+        if frame is None and len(set(policies)) > 1:
+            raise ConfigError(
+                f"acquire(): frames of this plan differ in recv_policy ({_counted(policies)}); pass the frame that "
+                "plan.schedule.frame(layer, microbatch) names, or recv_policy="
+            )
+        return None
+    of_policy = memory.frames_of(recv_policy)
+    found = _counted(policies) if frame is None or not 0 <= frame < len(policies) else repr(policies[frame])
+    if (of_policy == frozenset()) or (frame is not None and of_policy is not None and frame not in of_policy):
+        asked = f"frame={frame}, recv_policy={recv_policy!r}" if frame is not None else f"recv_policy={recv_policy!r}"
+        raise ConfigError(
+            f"acquire({asked}): the plan was built with {found}, which sizes its regions; give Plan.build the policy "
+            "that the layers use"
+        )
+    return of_policy
+
+
+def _counted(policies: Sequence[RecvPolicy]) -> str:
+    """Spell policies of frames: how many frames have each, or the one that all have."""
+    words = list(dict.fromkeys(policies))
+    if len(words) == 1:
+        return repr(words[0])
+    return ", ".join(f"{word!r} for {policies.count(word)} frame(s)" for word in words)
 
 
 def _refuse_allocation(call: str, instead: str) -> None:

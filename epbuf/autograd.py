@@ -134,9 +134,9 @@ def dispatch(
         PeerTimeoutError: a rank did not arrive.
     """
     arena = _arena(lease)
-    if arena.recomputes and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and arena.policies[lease.frame] != "keep":
         raise ConfigError(
-            'recv_policy="recompute" inside torch.compile: compiled code would read the rows of the first dispatch; '
+            f'recv_policy="{arena.policies[lease.frame]}" inside torch.compile: compiled code would read the rows of the first dispatch; '
             "call the layer outside the compiled function, or compile the experts alone"
         )
     scales, row_scales = x_scales if isinstance(x_scales, tuple) and len(x_scales) == 2 else (x_scales, None)
@@ -157,7 +157,7 @@ def dispatch(
     if torch.compiler.is_compiling():
         ticket = ticket.detach()  # a checkpoint returns to the code around it what torch ops made, but no HOP's results
     lease.ticket, lease.num_tokens = ticket, x.shape[0]
-    if arena.recomputes:
+    if arena.policies[frame] == "recompute":
         parts = (x, topk_idx, topk_weights, sent.x_scales, row_scales, num_tokens)
         lease.sent = tuple(None if part is None else part.detach() for part in parts)
     tokens, recv_scales, recv_row_scales = _received_views(arena, frame, carrier)
@@ -200,8 +200,9 @@ def combine(
     if out is not None:
         _refuse(lease, ops.refuse_combine, lambda: check_out_grad(out))
     if out is not None or _records():
-        return cast(torch.Tensor, _apply(_Combine, expert_out, topk_weights, out, lease, raw_grad))
-    return _forward_combine(lease, expert_out, topk_weights, None)
+        has_backward = torch.is_grad_enabled()
+        return cast(torch.Tensor, _apply(_Combine, expert_out, topk_weights, out, lease, raw_grad, has_backward))
+    return _forward_combine(lease, expert_out, topk_weights, None, has_backward=False)
 
 
 def unpack(grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -288,10 +289,10 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None, lease: Lease,
-        raw_grad: bool,
+        raw_grad: bool, has_backward: bool,
     ) -> torch.Tensor:  # fmt: skip
         arena, ticket = _arena(lease), lease.ticket
-        y = _forward_combine(lease, expert_out, topk_weights, out)
+        y = _forward_combine(lease, expert_out, topk_weights, out, has_backward=has_backward)
         ctx.arena, ctx.num_rows, ctx.weighted = arena, expert_out.shape[0], topk_weights is not None
         ctx.frame, ctx.raw_grad = lease.frame, raw_grad
         if topk_weights is None:
@@ -325,16 +326,28 @@ class _Combine(torch.autograd.Function):
             arena.order, moved.data, moved.scales, moved.row_scales, decoded, grad_weights, ticket, dy, expert_out,
             weights,
         )  # fmt: skip
-        if arena.recomputes:
-            filled = arena.received(0 if torch.compiler.is_compiling() else ops.state_of(ticket)[1].workspace)
-            ops.REDISPATCH(arena.order, filled.data, filled.scales, filled.row_scales, ticket, *sent)
+        if not torch.compiler.is_compiling():
+            _bring_back(arena, ticket, sent)
         if grad_weights is not None:
             grad_weights = _first_rows(arena, ticket, grad_weights, ctx.num_rows)
         if ctx.raw_grad:
             frame = ctx.frame if torch.compiler.is_compiling() else ops.state_of(ticket)[1].frame
-            return arena.grad_carrier(frame, workspace, ctx.num_rows), grad_weights, None, None, None
+            return arena.grad_carrier(frame, workspace, ctx.num_rows), grad_weights, None, None, None, None
         rows = _first_rows(arena, ticket, moved.data, ctx.num_rows) if decoded is None else decoded
-        return rows, grad_weights, None, None, None
+        return rows, grad_weights, None, None, None, None
+
+
+def _bring_back(arena: Generation, ticket: torch.Tensor, sent: list[torch.Tensor | None]) -> None:
+    """Bring received rows back into the workspace that they came from, unless the frame keeps them."""
+    state = ops.state_of(ticket)[1]
+    policy = arena.policies[state.frame]
+    if policy == "keep":
+        return
+    parts = arena.received(state.frame, state.workspace).parts
+    if policy == "recompute":
+        ops.REDISPATCH(arena.order, *parts, ticket, *sent)
+    else:
+        ops.RESTORE(arena.order, *parts, ticket, not torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: object) -> Any:
@@ -359,13 +372,13 @@ def _forward_dispatch(
     if ops.is_direct():
         filled, recv_weights, ticket = ops.route_and_dispatch(lease, sent)
         return _carrier(_arena(lease), lease.frame, filled), recv_weights.detach(), ticket
-    arena, frame = _arena(lease), lease.frame
+    arena, frame = _arena(lease), max(lease.frame, 0)  # the op, or a saved route, says which frame it is if any may be
     ticket = ops.ROUTE(
         arena.order, arena.region("offs", frame), arena.region("counts", frame), arena.region("overflow", frame),
         lease.token, sent.topk_idx, sent.num_tokens, x, sent.x_scales, sent.x_row_scales, topk_weights,
     )  # fmt: skip
     arena, frame = _follow(lease, ticket)
-    filled, recv_weights = arena.received(_recv_index(arena, frame)), arena.region("recv_topk_weights", frame)
+    filled, recv_weights = _filled(arena, frame), arena.region("recv_topk_weights", frame)
     ops.DISPATCH(
         arena.order, filled.data, filled.scales, filled.row_scales, recv_weights, ticket, x, sent.topk_idx,
         topk_weights, sent.x_scales, sent.x_row_scales, sent.num_tokens,
@@ -380,7 +393,7 @@ def _require_rows(arena: Generation, ticket: torch.Tensor) -> None:
     state = ops.state_of(ticket)[1]
     if not state.filled:
         raise LeaseError(f"a selective checkpoint has saved the dispatch and not its route: {SAVE_ALL_OPS}")
-    if state.combined and not arena.recv_in_frame:
+    if state.combined and not arena.recv_in_frame[state.frame]:
         raise LeaseError(
             "a selective checkpoint has saved the dispatch, and its rows are gone: with this plan they last from "
             "dispatch to combine. Let it save epbuf.ops.ROUTE alone, which dispatches again, or keep the rows: "
@@ -408,7 +421,7 @@ def _received_views(
     """Return data, scales and row scales as the user sees them: without the padding of compact rows of scales."""
     if arena.recv_payload.format == "same":
         return carrier, None, None
-    filled = arena.received(_recv_index(arena, frame))
+    filled = _filled(arena, frame)
     scales = None
     if filled.scales is not None and arena.recv_scale_dtype is not None:
         scales = filled.scales.detach().view(arena.recv_scale_dtype)[:, : arena.plan.num_scale_columns]
@@ -416,18 +429,19 @@ def _received_views(
 
 
 def _forward_combine(
-    lease: Lease, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None
-) -> torch.Tensor:
+    lease: Lease, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None, *,
+    has_backward: bool,
+) -> torch.Tensor:  # fmt: skip
     if ops.is_direct():
-        return ops.combine_lease(lease, expert_out, topk_weights, out)
+        return ops.combine_lease(lease, expert_out, topk_weights, out, has_backward=has_backward)
     arena = _arena(lease)
     y = _token_rows(arena, lease.num_tokens) if out is None else out
     if torch.compiler.is_compiling():
-        ops.COMBINE(arena.order, y, lease.token, lease.ticket, expert_out, topk_weights)
+        ops.COMBINE(arena.order, y, lease.token, lease.ticket, expert_out, topk_weights, has_backward)
         return y
     state = None if lease.ticket is None else ops.state_of(lease.ticket)[1]
     was_combined = state is not None and state.combined
-    ops.COMBINE(arena.order, y, lease.token, lease.ticket, expert_out, topk_weights)
+    ops.COMBINE(arena.order, y, lease.token, lease.ticket, expert_out, topk_weights, has_backward)
     assert state is not None, "combine refuses a lease without a ticket"
     if not state.combined:
         raise LeaseError(f"a selective checkpoint has saved the combine and not its dispatch: {SAVE_ALL_OPS}")
@@ -466,11 +480,10 @@ def _make_routing_views(arena: Generation, frame: int) -> tuple[torch.Tensor, ..
     return offs, per_expert, valid_per_expert, counts[2 * num_local :], overflow
 
 
-def _recv_index(arena: Generation, frame: int) -> int:
-    """Return where this dispatch puts rows: the frame, or the workspace that route has claimed."""
-    if arena.recv_in_frame:
-        return frame
-    return 0 if torch.compiler.is_compiling() else arena.book.next_workspace(frame, "forward")
+def _filled(arena: Generation, frame: int) -> Encoded:
+    """Return the regions that a dispatch fills: the frame's, or those of the workspace that it has or will claim."""
+    is_known = arena.recv_in_frame[frame] or torch.compiler.is_compiling()
+    return arena.received(frame, 0 if is_known else arena.book.next_workspace(frame, "forward"))
 
 
 def _require_backward(arena: Generation) -> None:

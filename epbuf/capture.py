@@ -277,7 +277,7 @@ class CapturedStep:
                 )
             if now.num_bad_ids > before.num_bad_ids and memory.plan.config.validate_ids:
                 raise now.bad_id_error(memory)
-            if now.num_overflows > before.num_overflows:
+            if now.num_overflows + now.num_full_stashes > before.num_overflows + before.num_full_stashes:
                 overflowed.append(memory)
         if overflowed:  # here, or in another graph or an eager step: only then is our own number worth a read
             seen, self._num_seen_overflowed = self._num_seen_overflowed, int(self._num_overflowed)
@@ -291,11 +291,7 @@ class CapturedStep:
         if callable(action):
             action(self)
         elif action == "raise":
-            peaks = "; ".join(
-                f"up to {max(memory.demand_peaks())} rows on a rank and recv_capacity_per_rank is "
-                f"{memory.capacity_rows}"
-                for memory in memories
-            )
+            peaks = "; ".join(memory.describe_shortage() for memory in memories)
             raise CapacityError(
                 f"{num_runs} replay(s) of the step captured at {self._graph.where} needed {peaks}: rows were dropped, "
                 "and what the step updates has seen that. Plan more and capture again, or capture with "
@@ -309,6 +305,7 @@ class _Counters:
 
     def __init__(self, control: _C.Control) -> None:
         self.num_overflows = int(control.num_overflows)
+        self.num_full_stashes = int(control.num_stash_overflows)
         self.num_bad_ids = int(control.num_bad_ids)
         self.num_early_reuses = int(control.num_early_reuses)
         self.bad_id = (int(control.bad_rank), int(control.bad_token), int(control.bad_value))

@@ -6,7 +6,7 @@ completes the round so that no peer waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -19,6 +19,7 @@ from epbuf.config import Payload
 from epbuf.errors import ConfigError, EpbufError, LeaseError
 from epbuf.generation import Generation
 from epbuf.lease import Ticket
+from epbuf.plan import Region
 
 _Error = TypeVar("_Error", bound=EpbufError)
 ROW_ALIGNMENT = 16  # bytes; the widest access of the copy kernels
@@ -194,15 +195,15 @@ def check_tokens(arena: Generation, sent: Tokens, frame: int) -> torch.Tensor:
 
 
 def _check_outside_received(arena: Generation, name: str, tensor: torch.Tensor, frame: int) -> None:
-    for region in ("recv_tokens", "recv_scales", "recv_row_scales"):
-        if arena.has_region(region):
-            _check_outside(arena, name, tensor, region, frame if arena.recv_in_frame else None)
-    _check_outside(arena, name, tensor, "recv_topk_weights", frame)
+    if not arena.covers(tensor.data_ptr()):
+        return  # the window is an allocation of its own: what begins elsewhere does not reach into it
+    written = [*arena.received_regions(frame), arena.plan.region("recv_topk_weights", frame)]
+    _check_outside(arena, name, tensor, written)
 
 
 def _brings_encoded(arena: Generation, sent: Tokens) -> bool:
     """Tell how to read x; refuse a mixture of both ways."""
-    payload, data = arena.recv_payload, arena.received(0).data
+    payload, data = arena.recv_payload, arena.received(0, 0).data
     if payload.format == "same":
         return False
     if payload.is_quantised and sent.has_scales and isinstance(sent.x, torch.Tensor) and sent.x.dtype != data.dtype:
@@ -218,7 +219,7 @@ def _brings_encoded(arena: Generation, sent: Tokens) -> bool:
 
 def _check_encoded(arena: Generation, sent: Tokens) -> torch.Tensor:
     """Check x [T, packed] in the payload's data dtype and its scales."""
-    payload, like = arena.recv_payload, arena.received(0)
+    payload, like = arena.recv_payload, arena.received(0, 0)
     x = _rows(arena, "x", sent.x, like.data.shape[1], like.data.dtype)
     num_scales = arena.num_scales
     _check_has(payload, "x_scales", sent.x_scales, num_scales > 0)
@@ -342,7 +343,7 @@ def check_expert_out(arena: Generation, expert_out: object, ticket: Ticket, work
         )
     if rows.data_ptr() == arena.address("expert_out", workspace) and rows.stride() == arena.row_strides:
         return True
-    _check_outside(arena, "expert_out", rows, "expert_out", workspace)
+    _check_outside(arena, "expert_out", rows, [arena.plan.region("expert_out", workspace)])
     return False
 
 
@@ -526,15 +527,13 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_outside(arena: Generation, name: str, tensor: torch.Tensor, region_name: str, index: int | None) -> None:
-    """Refuse a tensor that shares bytes with a region; index None: with any of that name."""
-    if not arena.covers(tensor.data_ptr()):
-        return  # the window is an allocation of its own: what begins elsewhere does not reach into it
-    for region in arena.regions_named(region_name) if index is None else (arena.plan.region(region_name, index),):
-        if _overlaps(tensor, arena.address(region_name, region.index), region.nbytes):
+def _check_outside(arena: Generation, name: str, tensor: torch.Tensor, regions: Sequence[Region]) -> None:
+    """Refuse a tensor that shares bytes with one of the regions."""
+    for region in regions:
+        if _overlaps(tensor, arena.address_of(region), region.nbytes):
             refuse(
                 _C.Refusal.OVERLAP,
-                ConfigError(f"{name} overlaps region {region_name}[{region.index}], which this call writes; clone it"),
+                ConfigError(f"{name} overlaps region {region.name}[{region.index}], which this call writes; clone it"),
             )
 
 

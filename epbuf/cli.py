@@ -45,7 +45,8 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 
 def plan(
-    model: str | None, schedule: str, recv_policy: str, as_json: bool, svg: Path | None, **values: Any
+    model: str | None, schedule: str, recv_policy: str, stash_rows: int | None, as_json: bool, svg: Path | None,
+    **values: Any,
 ) -> None:  # fmt: skip
     """Show the memory plan of a config: a table, JSON (--json) or a picture (--svg FILE).
 
@@ -54,7 +55,11 @@ def plan(
     given = {name: value for name, value in values.items() if value not in (None, [])}
     counts = {name: given.pop(name) for name in _SCHEDULE_COUNTS if name in given}
     fields = {**(_model(model) if model else {}), **_parsed(given)}
-    result = Plan.build(EpConfig(**fields), _schedule(schedule, counts), recv_policy=cast(RecvPolicy, recv_policy))
+    words = cast(list[RecvPolicy], recv_policy.split(","))
+    result = Plan.build(
+        EpConfig(**fields), _schedule(schedule, counts), recv_policy=words if len(words) > 1 else words[0],
+        stash_rows=stash_rows,
+    )  # fmt: skip
     if svg:
         try:
             svg.write_text(result.to_svg(), encoding="utf-8")
@@ -119,7 +124,14 @@ def _with_flags(command: Any) -> Any:
         *(_field_flag(name) for name in EpConfig.model_fields),
         _flag("schedule", str, f"Pipeline schedule: {', '.join(_SCHEDULE_KINDS)}.", default="sequential"),
         *(_flag(name, int, text) for name, text in _SCHEDULE_COUNTS.items()),
-        _flag("recv_policy", str, "What becomes of received rows until the backward: keep, recompute.", default="keep"),
+        _flag(
+            "recv_policy",
+            str,
+            "What becomes of received rows until the backward: keep, stash, recompute; one word, or "
+            "one a layer with commas between.",
+            default="keep",
+        ),
+        _flag("stash_rows", int, "Rows that the pages of the stash hold on a rank, for all layers."),
         _flag("as_json", bool, "Print JSON.", names=("--json",), default=False),
         _flag("svg", Path, "Write a memory map to this file as well."),
     ]

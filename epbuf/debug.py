@@ -8,6 +8,7 @@ the next time the frame is handed out.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,13 +47,14 @@ class Debug:
         hand_outs: the latest ones, the last one last.
     """
 
-    def __init__(self, plan: Plan, window: Window, regions: dict[str, list[torch.Tensor]]) -> None:
+    def __init__(self, plan: Plan, window: Window, region: Callable[[str, int], torch.Tensor]) -> None:
         frames = range(plan.schedule.num_frames)
-        lifetimes = {region.name: region.lifetime for region in plan.regions}
-        names = [name for name in _POISONED if lifetimes.get(name) == "frame"]
-        self._poisoned = [{name: regions[name][frame].detach() for name in names} for frame in frames]
+        names = [{r.name for r in plan.regions_of("frame", frame)} for frame in frames]
+        self._poisoned = [
+            {name: region(name, frame).detach() for name in _POISONED if name in names[frame]} for frame in frames
+        ]
         self._gaps = [[window.bytes_at(*gap) for gap in _gaps_of(plan, frame)] for frame in frames]
-        device = regions["offs"][0].device
+        device = region("offs", 0).device
         self._patterns = torch.zeros(len(frames), len(_ROWS), dtype=torch.int64, device=device)
         self._found = torch.zeros(len(frames), 3, dtype=torch.int64, device=device)  # rows, a row, bytes in gaps
         self.hand_outs: deque[HandOut] = deque(maxlen=_NUM_REMEMBERED)

@@ -7,7 +7,7 @@ in two directions each: combine backward is a dispatch of gradients, dispatch ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import torch
 from epbuf import _C
 from epbuf.config import EpConfig, Payload
 from epbuf.errors import ConfigError, EpbufError, LeaseError, NativeError, PeerTimeoutError
-from epbuf.plan import Plan
+from epbuf.plan import STASH_PAGE_ROWS, Plan, Region
 from epbuf.windows import Window
 
 TOKEN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -74,7 +74,12 @@ class Encoded:
     @property
     def regions(self) -> tuple[torch.Tensor, ...]:
         """Those that exist."""
-        return tuple(t for t in (self.data, self.scales, self.row_scales) if t is not None)
+        return tuple(part for part in self.parts if part is not None)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Data, block scales and row scales, None for those that the payload has not."""
+        return self.data, self.scales, self.row_scales
 
 
 class Engine(Protocol):
@@ -105,6 +110,12 @@ class Engine(Protocol):
 
     def decode(self, place: Place, rows: Encoded, out: torch.Tensor, *, is_grad: bool) -> None:
         """Turn received rows below offs[-1] back into the token dtype."""
+
+    def stash(self, place: Place, *, copies: bool) -> None:
+        """Copy received rows into the pages that their dispatch took, or give the pages back without. Local."""
+
+    def restore(self, place: Place, *, returns_pages: bool) -> _C.Outcome:
+        """Copy received rows back into the forward workspace, once its readers are done. Then the pages may go."""
 
     def dispatch_backward(
         self, place: Place, grads: tuple[Rows, Rows], out: torch.Tensor | None, out_weights: torch.Tensor | None,
@@ -152,7 +163,7 @@ class NativeEngine:
     def __init__(self, plan: Plan, rank: int, window: Window, device: torch.device) -> None:
         self.synchronous = device.type == "cpu"
         self._streams = None if self.synchronous else StreamOrder(device, plan.schedule.num_workspaces == 1)
-        arguments = (_geometry(plan, rank), _offsets(plan, _C.ArenaOffsets, 0), *_sets(plan), window.peers)
+        arguments = (_geometry(plan, rank), *_sets(plan), window.peers)
         self._scales_in_grad = _scales_in_grad(plan)
         self.native = _C.HostEngine(*arguments) if self.synchronous else _C.CudaEngine(*arguments, device.index or 0)
 
@@ -217,6 +228,20 @@ class NativeEngine:
         call.row_scales = rows.row_scales.data_ptr() if rows.row_scales is not None else 0
         call.out, call.num_rows = out.data_ptr(), out.shape[0]
         self.native.decode(call)
+
+    def stash(self, place: Place, *, copies: bool) -> None:
+        move = _C.StashMove.STASH if copies else _C.StashMove.NOTHING
+        self.native.stash(self._stash_call(place, move, returns_pages=not copies))
+
+    def restore(self, place: Place, *, returns_pages: bool) -> _C.Outcome:
+        return self.native.stash(self._stash_call(place, _C.StashMove.RESTORE, returns_pages=returns_pages))
+
+    def _stash_call(self, place: Place, move: _C.StashMove, *, returns_pages: bool) -> _C.StashCall:
+        call = _C.StashCall()
+        call.frame, call.workspace = place.frame, place.workspace
+        call.stream = self._streams.enter(place, "forward") if self._streams is not None else 0
+        call.move, call.returns_pages = int(move), int(returns_pages)
+        return call
 
     def dispatch_backward(
         self, place: Place, grads: tuple[Rows, Rows], out: torch.Tensor | None, out_weights: torch.Tensor | None,
@@ -432,7 +457,16 @@ def _geometry(plan: Plan, rank: int) -> _C.Geometry:
     geometry.timeout_us = int(config.timeout_s * 1_000_000)
     geometry.recv = _row_format(config.dispatch_payload, config)
     geometry.grad = _row_format(config.combine_grad_payload, config)
+    geometry.stash = _stash_format(plan)
     return geometry
+
+
+def _stash_format(plan: Plan) -> _C.StashFormat:
+    form = _C.StashFormat()
+    _, *ends = plan.stash_page_offsets
+    form.num_pages, form.page_rows, form.page_bytes = plan.num_stash_pages, STASH_PAGE_ROWS, ends[-1]
+    form.scales_offset, form.row_scales_offset = ends[0], ends[min(1, len(ends) - 1)]
+    return form
 
 
 def _row_format(payload: Payload, config: EpConfig) -> _C.RowFormat:
@@ -446,32 +480,24 @@ def _row_format(payload: Payload, config: EpConfig) -> _C.RowFormat:
     return form
 
 
-def _offsets(plan: Plan, kind: type[Any], index: int) -> Any:
+def _offsets(kind: type[Any], regions: Sequence[Region]) -> Any:
     """Fill the struct's fields from the regions of the same names; a field without a region keeps -1."""
     offsets = kind()
-    known = {region.name for region in plan.regions if region.index == index}
-    for name in (n for n in dir(kind) if not n.startswith("_") and n in known):
-        setattr(offsets, name, plan.region(name, index).offset)
+    for region in regions:
+        if hasattr(offsets, region.name):
+            setattr(offsets, region.name, region.offset)
     return offsets
 
 
-def _sets(plan: Plan) -> tuple[list[Any], list[Any], list[Any]]:
-    frames = [_offsets(plan, _C.FrameOffsets, f) for f in range(plan.schedule.num_frames)]
-    workspaces = range(plan.schedule.num_workspaces)
-    lifetimes = {region.name: region.lifetime for region in plan.regions}
-    for frame in frames:
-        _only(frame, "frame", lifetimes)
-    forwards = [_only(_offsets(plan, _C.ForwardOffsets, w), "forward", lifetimes) for w in workspaces]
-    backwards = [_offsets(plan, _C.BackwardOffsets, v) for v in workspaces]
-    return frames, forwards, [] if plan.config.inference_only else backwards
-
-
-def _only(offsets: Any, lifetime: str, lifetimes: Mapping[str, str]) -> Any:
-    """Clear the fields whose region lives elsewhere (recv_* lie in the frame or in the forward workspace)."""
-    for name in ("recv_tokens", "recv_scales", "recv_row_scales"):
-        if lifetimes.get(name) != lifetime:
-            setattr(offsets, name, -1)
-    return offsets
+def _sets(plan: Plan) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    schedule = plan.schedule
+    num_backward = 0 if plan.config.inference_only else schedule.num_workspaces
+    return (
+        _offsets(_C.ArenaOffsets, [*plan.regions_of("arena"), *plan.regions_of("stash")]),
+        [_offsets(_C.FrameOffsets, plan.regions_of("frame", f)) for f in range(schedule.num_frames)],
+        [_offsets(_C.ForwardOffsets, plan.regions_of("forward", w)) for w in range(schedule.num_workspaces)],
+        [_offsets(_C.BackwardOffsets, plan.regions_of("backward", v)) for v in range(num_backward)],
+    )
 
 
 def _token_rows(place: Place, rows: torch.Tensor) -> tuple[int, int, int]:

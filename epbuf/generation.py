@@ -19,15 +19,18 @@ from epbuf.debug import Debug, HandOut
 from epbuf.engine import TOKEN_DTYPES, Encoded, Engine, describe_progress, failure, open_engine, peer_error
 from epbuf.errors import ConfigError, EpbufError, LeaseError, NativeError, PeerTimeoutError
 from epbuf.lease import Graph, Lease, LeaseBook, caller
-from epbuf.plan import Plan, Region
+from epbuf.plan import STASH_PAGE_ROWS, Lifetime, Plan, RecvPolicy, Region
 from epbuf.windows import Window, nccl
 from epbuf.windows.group import Group
 from epbuf.windows.host import HostWindow
 from epbuf.windows.local import LocalWindow
 from epbuf.windows.torch_symm import TorchSymmWindow
 
-EVENTS = ("num_refusals", "num_overflows", "num_bad_ids", "num_early_reuses", "staged_bytes")
+EVENTS = ("num_refusals", "num_overflows", "num_stash_overflows", "num_bad_ids", "num_early_reuses", "staged_bytes")
 """What is counted, and goes on being counted when a generation is gone."""
+
+_RECEIVED = ("recv_tokens", "recv_scales", "recv_row_scales")
+_Tensors = dict[tuple[str, Lifetime], dict[int, torch.Tensor]]  # of regions, by name and set
 
 _GRAPH_DEATH_S = 1.0
 _BACKWARD_TAIL_S = 0.25  # a thread of autograd that has ended a backward lets go of its last node within this
@@ -48,10 +51,11 @@ class Generation:
         anchor: [1] float32 that requires grad, so that dispatch records a node whatever its inputs need.
         token_dtype, hidden, num_topk, max_tokens_per_rank, capacity_rows: of the plan, at hand for every op's checks.
         row_strides: (H, 1), of rows without gaps.
+        stash_rows: rows that the pages of the stash hold; 0 without.
         recv_payload, grad_payload: formats of dispatch and of combine's backward.
         num_scales, recv_scale_dtype: block scales of a dispatched row, without padding; None when it has none.
-        recv_in_frame: whether recv_tokens lies in the frame, not in the forward workspace.
-        recomputes: whether combine's backward dispatches once more, to bring received rows back.
+        policies: recv_policy of each frame.
+        recv_in_frame: for each frame, whether recv_tokens lies in it, not in the forward workspace.
         routing_views, views: made once and kept as long as the arena; by frame, and of other regions by address.
         debug: poison and canaries, in debug mode; else None.
         may_refuse_result: whether an eager dispatch may raise once its round is complete.
@@ -59,6 +63,7 @@ class Generation:
 
     def __init__(self, plan: Plan, group: Group, window: Window, engine: Engine, device: torch.device) -> None:
         self.plan = plan
+        self._lifetimes: dict[str, Lifetime] = {region.name: region.lifetime for region in reversed(plan.regions)}
         self.number = 0
         self.where = caller() or "unknown"
         self.grower: Callable[[Lease, int], None] | None = None
@@ -79,25 +84,25 @@ class Generation:
         self._num_raised_refusals = 0
         self._group = group
         self._regions = _make_regions(plan, window)
-        self._routed = tuple(
-            (self._regions["offs"][f], self._regions["counts"][f], self._regions["overflow"][f])
-            for f in range(plan.schedule.num_frames)
-        )
+        of_frames = (self._regions[name, "frame"] for name in ("offs", "counts", "overflow"))
+        self._routed = tuple(zip(*(tensors.values() for tensors in of_frames), strict=True))
         self.routing_views: dict[int, tuple[torch.Tensor, ...]] = {}
         self.views: dict[int, torch.Tensor] = {}
         self._high_versions = [0] * plan.schedule.num_workspaces
-        self._received = _encoded(self._regions, "recv_tokens", "recv_")
-        self._moved_grads = _encoded(self._regions, "grad_expert_out", "grad_expert_out_")
+        self._received = {
+            lifetime: _encoded(self._regions, lifetime, "recv_tokens", "recv_") for lifetime in ("frame", "forward")
+        }
+        self._moved_grads = _encoded(self._regions, "backward", "grad_expert_out", "grad_expert_out_")
         self._nans = torch.full(
             (plan.schedule.num_frames, 1 + plan.schedule.num_workspaces), torch.nan, dtype=self.token_dtype,
             device=device,
         )  # fmt: skip
         self._num_carried: dict[tuple[int, int], int] = {}
-        self._lifetimes = {region.name: region.lifetime for region in plan.regions}
         self._base = window.peers[group.rank]
         self._end = self._base + plan.total_bytes
         self._addresses = {
-            name: tuple(self._base + region.offset for region in self.regions_named(name)) for name in self._lifetimes
+            name: {region.index: self._base + region.offset for region in self.regions_named(name)}
+            for name in self._lifetimes
         }
         self._closed = False
 
@@ -107,12 +112,14 @@ class Generation:
         self.hidden, self.num_topk = config.hidden, config.num_topk
         self.max_tokens_per_rank, self.capacity_rows = config.max_tokens_per_rank, plan.capacity_rows
         self.row_strides = (config.hidden, 1)
-        self.recomputes = plan.recv_policy == "recompute"
-        self.recv_in_frame = any(r.name == "recv_tokens" and r.lifetime == "frame" for r in plan.regions)
+        self.policies = plan.frame_policies
+        kept = {r.index for r in plan.regions if r.name == "recv_tokens" and r.lifetime == "frame"}
+        self.recv_in_frame = tuple(frame in kept for frame in range(plan.schedule.num_frames))
         self.recv_payload, self.grad_payload = config.dispatch_payload, config.combine_grad_payload
         self.num_scales = plan.num_scales
         dtypes = {region.name: getattr(torch, region.dtype) for region in plan.regions}
         self.recv_scale_dtype: torch.dtype | None = dtypes.get("recv_scales")
+        self.stash_rows = plan.num_stash_pages * STASH_PAGE_ROWS
         self.may_refuse_result = config.validate_ids or config.overflow_policy == "error"
 
     @classmethod
@@ -128,15 +135,17 @@ class Generation:
             window = _WINDOWS[kind](plan.total_bytes, group, device)
             mover = open_engine(engine, plan, group.rank, window, device)
             memory = cls(plan, group, window, mover, device)
-            memory.debug = Debug(plan, window, memory._regions) if debug else None
+            memory.debug = Debug(plan, window, memory.region) if debug else None
+            if memory.stash_rows:
+                memory.region("stash_free").copy_(torch.arange(plan.num_stash_pages))
             group.barrier()
         return memory
 
-    def region(self, name: str, index: int = 0) -> torch.Tensor:
-        """Return the one tensor of a region of this rank."""
+    def region(self, name: str, index: int = 0, lifetime: Lifetime | None = None) -> torch.Tensor:
+        """Return the one tensor of a region of this rank; `lifetime` as in `Plan.region`."""
         if self._closed:
             self.require_open(name)
-        return self._regions[name][index]
+        return self._regions[name, lifetime or self._lifetimes[name]][index]
 
     def routed(self, frame: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return offs, counts and overflow of a frame: what route writes."""
@@ -144,14 +153,25 @@ class Generation:
             self.require_open("offs")
         return self._routed[frame]
 
-    def received(self, index: int) -> Encoded:
-        """Return the regions that dispatch fills, of a frame or, with save_recv=False, of a forward workspace.
+    def frames_of(self, policy: RecvPolicy) -> frozenset[int] | None:
+        """Return the frames of a recv_policy; None: all of them."""
+        frames = frozenset(frame for frame, word in enumerate(self.policies) if word == policy)
+        return None if len(frames) == len(self.policies) else frames
+
+    def received(self, frame: int, workspace: int) -> Encoded:
+        """Return the regions that a dispatch fills: those of its frame or else of its forward workspace.
 
         Scales of one byte as uint8.
         """
         if self._closed:
             self.require_open("recv_tokens")
-        return self._received[index]
+        return self._received["frame"][frame] if self.recv_in_frame[frame] else self._received["forward"][workspace]
+
+    def received_regions(self, frame: int) -> list[Region]:
+        """Return the regions that dispatches of a frame may fill: its own, or those of all forward workspaces."""
+        lifetime: Lifetime = "frame" if self.recv_in_frame[frame] else "forward"
+        sets = [frame] if lifetime == "frame" else range(self.plan.schedule.num_workspaces)
+        return [r for index in sets for r in self.plan.regions_of(lifetime, index) if r.name in _RECEIVED]
 
     def moved_grads(self, workspace: int) -> Encoded:
         """Return the regions that combine's backward fills; scales of one byte as uint8."""
@@ -203,36 +223,44 @@ class Generation:
 
         Shapes: [num_tokens, H] token dtype, uninitialised.
         """
-        return self._regions["expert_out"][0].new_empty((num_tokens, self.hidden))
+        return self.region("expert_out").new_empty((num_tokens, self.hidden))
 
-    def has_region(self, name: str) -> bool:
-        """Tell whether the plan has a region of that name."""
-        return name in self._lifetimes
-
-    def lifetime(self, name: str) -> str:
-        """Return the lifetime word of a region; KeyError if the plan has none of that name."""
-        return self._lifetimes[name]
+    def lifetime(self, name: str, frame: int) -> Lifetime:
+        """Return the lifetime word of a region as a lease of `frame` has it; KeyError if it has none of that name."""
+        lifetime = self._lifetimes[name]
+        if name in _RECEIVED:
+            return "frame" if self.recv_in_frame[frame] else "forward"
+        if lifetime == "frame" and frame not in self._regions[name, lifetime]:
+            raise KeyError(name)
+        return lifetime
 
     def regions_named(self, name: str) -> list[Region]:
-        """Return the regions of one name, by index."""
-        return sorted((r for r in self.plan.regions if r.name == name), key=lambda region: region.index)
+        """Return the regions of one name, by index; of the first set that has it."""
+        lifetime = self._lifetimes[name]
+        return sorted(
+            (r for r in self.plan.regions if (r.name, r.lifetime) == (name, lifetime)), key=lambda region: region.index
+        )
 
     def address(self, name: str, index: int = 0) -> int:
         """Return where the plan puts a region in this process."""
         return self._addresses[name][index]
 
+    def address_of(self, region: Region) -> int:
+        """Return where a region of the plan lies in this process."""
+        return self._base + region.offset
+
     def covers(self, address: int) -> bool:
         """Tell whether an address lies in this rank's window."""
         return self._base <= address < self._end
 
-    def window_offset(self, name: str, index: int) -> tuple[object, int]:
+    def window_offset(self, name: str, index: int, lifetime: Lifetime) -> tuple[object, int]:
         """Return (window, bytes from its start)."""
         self.require_open(name)
-        return self.window, self.plan.region(name, index).offset
+        return self.window, self.plan.region(name, index, lifetime).offset
 
-    def packed(self, name: str, index: int) -> torch.Tensor:
+    def packed(self, name: str, index: int, lifetime: Lifetime) -> torch.Tensor:
         """Return a data region and the scales behind it as one uint8 view."""
-        data, scales = self.plan.region(name, index), _scales_of(self.plan, name, index)
+        data, scales = self.plan.region(name, index, lifetime), _scales_of(self.plan, name, index, lifetime)
         if scales is not None and scales.offset != data.offset + data.nbytes:
             raise ConfigError(
                 f"{name} ends at byte {data.offset + data.nbytes} and its scales begin at {scales.offset}: C * row "
@@ -248,10 +276,11 @@ class Generation:
         Raises:
             NativeError: none: a compiler handed the op a copy.
         """
-        try:
-            return self._addresses[name].index(tensor.data_ptr())
-        except ValueError:
-            raise _copied(name, tensor) from None
+        address = tensor.data_ptr()
+        for index, found in self._addresses[name].items():
+            if found == address:
+                return index
+        raise _copied(name, tensor)
 
     def expect(self, name: str, index: int, tensor: torch.Tensor) -> None:
         """Check that a tensor is a region, at the address that the plan gives it.
@@ -261,6 +290,17 @@ class Generation:
         """
         if self._addresses[name][index] != tensor.data_ptr():
             raise _copied(name, tensor)
+
+    def expect_same(self, names: tuple[str, str, str], given: Encoded, wanted: Encoded) -> None:
+        """Check that tensors are the regions of rows in a payload, each of those that exist.
+
+        Raises:
+            NativeError: a compiler handed the op a copy.
+        """
+        for name, tensor, region in zip(names, given.parts, wanted.parts, strict=True):
+            assert (tensor is None) == (region is None), f"{name}: the plan has it or not"
+            if tensor is not None and region is not None and tensor.data_ptr() != region.data_ptr():
+                raise _copied(name, tensor)
 
     def hand_out(self, lease: Lease, debug: Debug) -> None:
         """Poison the frame of a new lease, and look at what nobody may have written; a lease that fails ends.
@@ -331,6 +371,23 @@ class Generation:
         """
         return [int(rows) for rows in self.region("frame_counters").view(torch.int64)[:, 1].tolist()]
 
+    def stash_peak_rows(self) -> int:
+        """Return how many rows the pages would hold that were wanted at once, at the most; 0 without. A device read."""
+        return int(self.region("stash_counters")[3]) * STASH_PAGE_ROWS if self.stash_rows else 0
+
+    def describe_shortage(self) -> str:
+        """Say how much of what some dispatch so far has found too little of. Reads the device."""
+        peak, control = max(self.demand_peaks()), self.engine.control()
+        found = []
+        if peak > self.capacity_rows:
+            found.append(f"up to {peak} rows on a rank and recv_capacity_per_rank is {self.capacity_rows}")
+        if control.num_stash_overflows:
+            found.append(
+                f"more rows in the stash of rank {control.stash_rank} than its stash_rows={self.stash_rows} (up to "
+                f"{self.stash_peak_rows()} on this rank)"
+            )
+        return ", and ".join(found)
+
     def report(self) -> dict[str, Any]:
         """Return what this memory is and who uses it, as plain data. Reads the device."""
         control, graphs = self.engine.control(), self.book.live_graphs()
@@ -343,6 +400,8 @@ class Generation:
             "num_frames": len(peaks),
             "num_frames_high_water": self.book.num_frames_high_water,
             "demand_peak_rows": max(peaks),
+            "stash_rows": self.stash_rows,
+            "stash_peak_rows": self.stash_peak_rows(),
             "frames": [{**frame, "demand_peak_rows": peaks[frame["frame"]]} for frame in self.book.frames()],
             "claims": [{"frame": f, "kind": k, "where": w} for f, k, w in self.book.claims()],
             "graphs": [{"where": g.where, "frames": sorted(g.frames)} for g in graphs],
@@ -417,7 +476,7 @@ class Generation:
         self._closed = True
         _C.handle_drop(self.handle)
         self.engine.close()
-        self._regions, self._routed, self._received, self._moved_grads = {}, (), [], []
+        self._regions, self._routed, self._received, self._moved_grads = {}, (), {}, {}
         self.routing_views, self.views, self.debug = {}, {}, None
         if is_healthy or self.engine.synchronous:
             self.window.close()
@@ -476,15 +535,16 @@ _WINDOWS: dict[str, Any] = {
 }
 
 
-def _make_regions(plan: Plan, window: Window) -> dict[str, list[torch.Tensor]]:
+def _make_regions(plan: Plan, window: Window) -> _Tensors:
     """Make one tensor per region; of two declared aliases the smaller is a view of the larger."""
-    owners = {(region.name, region.index): _owner(region, plan) for region in plan.regions}
-    made = {key: _make_tensor(owner, window) for key, owner in owners.items() if key == (owner.name, owner.index)}
-    tensors: dict[str, list[torch.Tensor]] = {}
+    made: dict[Region, torch.Tensor] = {}
+    tensors: _Tensors = {}
     for region in plan.regions:
-        owner = owners[region.name, region.index]
-        tensor = made[owner.name, owner.index]
-        tensors.setdefault(region.name, []).append(tensor if owner is region else _alias(tensor, owner, region))
+        owner = _owner(region, plan)
+        if owner not in made:
+            made[owner] = _make_tensor(owner, window)
+        tensor = made[owner] if owner is region else _alias(made[owner], owner, region)
+        tensors.setdefault((region.name, region.lifetime), {})[region.index] = tensor
     return tensors
 
 
@@ -492,22 +552,22 @@ def _owner(region: Region, plan: Plan) -> Region:
     """Return the region whose tensor a region is a view of: itself, or its larger alias (the first of equal ones)."""
     for pair in plan.config.alias:
         if region.name in pair:
-            first, second = (plan.region(name, region.index) for name in pair)
+            first, second = (plan.region(name, region.index, region.lifetime) for name in pair)
             return first if first.nbytes >= second.nbytes else second
     return region
 
 
-def _encoded(regions: dict[str, list[torch.Tensor]], data: str, prefix: str) -> list[Encoded]:
+def _encoded(regions: _Tensors, lifetime: Lifetime, data: str, prefix: str) -> dict[int, Encoded]:
     """Return the regions of rows in one payload, by index; a payload without scales has none of theirs.
 
     Scales of one byte are bytes here: inductor drops ops that take float8_e8m0fnu
     (torch/_inductor/lowering.py of torch 2.13, unsupported_input_tensor).
     """
-    scales, row_scales = regions.get(f"{prefix}scales"), regions.get(f"{prefix}row_scales")
-    return [
-        Encoded(tensor, as_bytes(scales[i]) if scales else None, row_scales[i] if row_scales else None)
-        for i, tensor in enumerate(regions.get(data, []))
-    ]
+    scales, row_scales = regions.get((f"{prefix}scales", lifetime)), regions.get((f"{prefix}row_scales", lifetime))
+    return {
+        i: Encoded(tensor, as_bytes(scales[i]) if scales else None, row_scales[i] if row_scales else None)
+        for i, tensor in regions.get((data, lifetime), {}).items()
+    }
 
 
 def as_bytes(rows: torch.Tensor) -> torch.Tensor:
@@ -529,7 +589,6 @@ def _alias(tensor: torch.Tensor, owner: Region, region: Region) -> torch.Tensor:
     return flat.view(getattr(torch, region.dtype)).view(region.shape)
 
 
-def _scales_of(plan: Plan, name: str, index: int) -> Region | None:
+def _scales_of(plan: Plan, name: str, index: int, lifetime: Lifetime) -> Region | None:
     scales = {"recv_tokens": "recv_scales", "grad_expert_out": "grad_expert_out_scales"}.get(name)
-    known = scales is not None and any(r.name == scales and r.index == index for r in plan.regions)
-    return plan.region(scales, index) if known and scales is not None else None
+    return next((region for region in plan.regions_of(lifetime, index) if region.name == scales), None)

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 from epbuf.config import EpConfig, round_up
 from epbuf.errors import ConfigError
-from epbuf.plan import Plan
+from epbuf.plan import STASH_PAGE_ROWS, Plan
 
 _FORMAT = "epbuf capacity 1"
 
@@ -27,9 +27,15 @@ _MAY_CHANGE = {
 }  # fmt: skip
 
 
-def grown_plan(plan: Plan, num_rows: int) -> Plan:
-    """Return the plan with room for `num_rows` rows a rank, rounded up to the alignment, and all else as it was."""
-    return Plan.build(with_capacity(plan.config, num_rows), plan.schedule, recv_policy=plan.recv_policy)
+def grown_plan(plan: Plan, num_rows: int, stash_rows: int = 0) -> Plan:
+    """Return the plan with room for `num_rows` rows a rank, rounded up to the alignment, and all else as it was.
+
+    Room for `stash_rows` in the stash, too, if the plan has less; one that was planned for the worst case stays so.
+    """
+    return Plan.build(
+        with_capacity(plan.config, num_rows), plan.schedule, recv_policy=plan.recv_policy,
+        stash_rows=None if plan.stash_rows is None else max(plan.stash_rows, stash_rows),
+    )  # fmt: skip
 
 
 def with_capacity(config: EpConfig, num_rows: int) -> EpConfig:
@@ -68,6 +74,7 @@ def _sizes(plan: Plan) -> tuple[tuple[str, int], ...]:
         ("max_tokens_per_rank", plan.config.max_tokens_per_rank),
         ("num_frames", plan.schedule.num_frames),
         ("num_workspaces", plan.schedule.num_workspaces),
+        ("stash_rows", plan.num_stash_pages * STASH_PAGE_ROWS),
     )
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
@@ -24,11 +24,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 from epbuf.errors import CaptureError, LeaseError
+from epbuf.plan import Lifetime
 
 Direction = Literal["forward", "backward"]
 Phase = Literal["warm up", "record", "replay"]
 
-_WORD, _TOKEN = struct.Struct("=Q"), struct.Struct("=3q")  # of a ticket; of a lease: handle, frame, serial
+_WORD = struct.Struct("=Q")  # of a ticket
 _OURS = ("epbuf", "torch", "contextlib", "weakref")
 NO_FRAME, NO_CLAIM = -1, 0  # of a lease that learns in dispatch which frame it has
 
@@ -36,16 +37,16 @@ NO_FRAME, NO_CLAIM = -1, 0  # of a lease that learns in dispatch which frame it 
 class Regions(Protocol):
     """What a lease needs of its arena."""
 
-    def region(self, name: str, index: int) -> torch.Tensor:
+    def region(self, name: str, index: int, lifetime: Lifetime) -> torch.Tensor:
         """Return the one tensor of a region."""
 
-    def window_offset(self, name: str, index: int) -> tuple[object, int]:
+    def window_offset(self, name: str, index: int, lifetime: Lifetime) -> tuple[object, int]:
         """Return (window, bytes from its start)."""
 
-    def lifetime(self, name: str) -> str:
-        """Return the lifetime word of a region, or raise KeyError."""
+    def lifetime(self, name: str, frame: int) -> Lifetime:
+        """Return the lifetime word of a region as a lease of a frame has it, or raise KeyError."""
 
-    def packed(self, name: str, index: int) -> torch.Tensor:
+    def packed(self, name: str, index: int, lifetime: Lifetime) -> torch.Tensor:
         """Return a data region and the scales behind it as one uint8 tensor."""
 
 
@@ -118,6 +119,7 @@ class Ticket:
     returned: bool = False  # its first dispatch backward has run
     outstayed: bool = False  # it has been waited for, and is kept by somebody
     workspace: int = -1  # the forward workspace of the dispatch
+    full_stash: int = -1  # the lowest rank that had too few pages of the stash
     weights_version: int | None = None  # of recv_topk_weights when combine read it
     versions: tuple[int, ...] = ()  # of the regions that it filled, where they are filled again for the backward
     control: torch.Tensor | None = None  # region control before the round, where the host reads what the round adds
@@ -163,19 +165,22 @@ class LeaseBook:
         self._serial = 0
         self._lock = threading.RLock()
 
-    def acquire(self, frame: int | None, where: str) -> tuple[int, int]:
+    def acquire(self, frame: int | None, where: str, among: Collection[int] | None = None) -> tuple[int, int]:
         """Claim a frame: the lowest free one, or the one named. Return (frame, serial of the claim).
+
+        Args:
+            among: frames that may be taken when none is named; None: all.
 
         Raises:
             LeaseError: no such frame, or busy.
         """
-        self._await_returned(frame)
+        self._await_returned(frame, among)
         with self._lock:
             self._apply_ended()
             graph = self._guard
             if graph is not None:
                 frame = graph.next_frame(frame)
-            chosen = self._free_frame() if frame is None else self._named_frame(frame)
+            chosen = self._free_frame(among) if frame is None else self._named_frame(frame)
             if graph is not None:
                 graph.note(chosen.index)
             serial = self._claim(chosen, "lease", where)
@@ -183,12 +188,12 @@ class LeaseBook:
             self.num_frames_high_water = max(self.num_frames_high_water, self._num_busy)
             return chosen.index, serial
 
-    def acquire_like(self, frame: int, where: str) -> tuple[int, int]:
+    def acquire_like(self, frame: int, where: str, among: Collection[int] | None = None) -> tuple[int, int]:
         """Claim the frame of that number if it is free, else the lowest free one; as `acquire` otherwise."""
         with self._lock:
             self._apply_ended()
             is_free = frame < len(self._frames) and not self._is_busy(self._frames[frame])
-            return self.acquire(frame if is_free else None, where)
+            return self.acquire(frame if is_free else None, where, among)
 
     def end(self, serial: int) -> None:
         """End a claim; ending it twice is harmless."""
@@ -431,26 +436,30 @@ class LeaseBook:
             for frame in self._frames:
                 frame.reserved_by.difference_update(dead)
 
-    def _await_returned(self, frame: int | None) -> None:
+    def _await_returned(self, frame: int | None, among: Collection[int] | None) -> None:
         """Wait a moment for tickets whose backward has returned, where they decide which frame is taken.
 
         On CUDA the thread that ran a backward drops its last node, and the ticket with it, a moment after the backward
         has returned to the caller. Ranks must not differ in whether they see that. Each ticket is waited for once.
         """
         deadline = time.monotonic() + self._patience_s
-        while self._patience_s and (tickets := self._returned(frame)):
+        while self._patience_s and (tickets := self._returned(self._candidates(among if frame is None else [frame]))):
             if time.monotonic() >= deadline:
                 for ticket in tickets:
                     ticket.outstayed = True
                 return
             time.sleep(0.0005)
 
-    def _returned(self, frame: int | None) -> list[Ticket]:
-        """List what alone keeps frames that would be taken else: the one named, or those below the lowest free one."""
+    def _candidates(self, among: Collection[int] | None) -> list[_Frame]:
+        """List the frames of those numbers, from the lowest; None: all. Numbers that do not exist have none."""
+        return self._frames if among is None else [frame for frame in self._frames if frame.index in among]
+
+    def _returned(self, frames: list[_Frame]) -> list[Ticket]:
+        """List what alone keeps frames that would be taken else: those below the lowest free one."""
         with self._lock:
             self._apply_ended()
             found: list[Ticket] = []
-            for each in self._frames if frame is None else self._frames[frame : frame + 1]:
+            for each in frames:
                 if not self._is_busy(each):
                     break
                 tickets = [self._tickets.get(serial) for serial in each.claims]
@@ -461,13 +470,15 @@ class LeaseBook:
     def _is_busy(self, frame: _Frame) -> bool:
         return bool(frame.claims or frame.reserved_by)
 
-    def _free_frame(self) -> _Frame:
+    def _free_frame(self, among: Collection[int] | None) -> _Frame:
         self._forget_dead_graphs()
-        for frame in self._frames:
+        frames = self._candidates(among)
+        for frame in frames:
             if not self._is_busy(frame):
                 return frame
+        of_what = "" if among is None else " of its recv_policy"
         raise LeaseError(
-            f"acquire() needs a free frame and all {len(self._frames)} are busy:\n{self._who()}\n"
+            f"acquire() needs a free frame{of_what} and all {len(frames)} are busy:\n{self._who(frames)}\n"
             "Build the plan with a Schedule that has one frame per dispatch between its forward and its backward, "
             "for example Schedule.sequential(num_layers) or Schedule(num_frames=...), or end a claim first"
         )
@@ -537,12 +548,14 @@ def read_ticket(ticket: torch.Tensor) -> tuple[int, int]:
     return word & 0xFFFFFFFF, word >> 32
 
 
-def _make_token(book: LeaseBook, frame: int, serial: int) -> torch.Tensor:
+def _make_token(book: LeaseBook, frame: int, serial: int, among: Collection[int] = ()) -> torch.Tensor:
     """Make the tensor by which ops know a lease.
 
-    Shapes: [3] int64 cpu: arena handle, frame, serial.
+    Shapes: [3 + n] int64 cpu: arena handle, frame, serial; of a lease without a claim, the frames it may take if not
+        all.
     """
-    return torch.frombuffer(bytearray(_TOKEN.pack(book.handle, frame, serial)), dtype=torch.int64)
+    words = book.handle, frame, serial, *sorted(among)
+    return torch.frombuffer(bytearray(struct.pack(f"={len(words)}q", *words)), dtype=torch.int64)
 
 
 class Lease:
@@ -561,15 +574,19 @@ class Lease:
 
     released = True  # until acquire() succeeds; also for an instance that was never initialised
 
-    def __init__(self, arena: Regions, book: LeaseBook, frame: int | None) -> None:
+    def __init__(
+        self, arena: Regions, book: LeaseBook, frame: int | None, among: Collection[int] | None = None
+    ) -> None:  # fmt: skip
         self.where = caller() or "unknown"
+        may_take: Collection[int] = ()
         if _recomputes_selectively():
             self.frame, self.serial = NO_FRAME if frame is None else frame, NO_CLAIM
+            may_take = among or ()
         else:
-            self.frame, self.serial = book.acquire(frame, self.where)
+            self.frame, self.serial = book.acquire(frame, self.where, among)
         self.arena = arena
         self.book = book
-        self.token = _make_token(book, self.frame, self.serial)
+        self.token = _make_token(book, self.frame, self.serial, may_take)
         self.ticket: torch.Tensor | None = None
         self.num_tokens = 0
         self.sent: tuple[torch.Tensor | None, ...] = ()  # what a dispatch in combine's backward sends again
@@ -590,13 +607,13 @@ class Lease:
         self.ticket = None
         self.book.end(self.serial)
 
-    def move(self, arena: Regions, book: LeaseBook) -> None:
-        """Go on, before dispatch, with a frame of newer memory: that of the same number if it is free.
+    def move(self, arena: Regions, book: LeaseBook, among: Collection[int] | None) -> None:
+        """Go on, before dispatch, with a frame of newer memory: that of the same number if it is free, else of `among`.
 
         Raises:
             LeaseError: every frame there is in use; nothing has changed.
         """
-        frame, serial = book.acquire_like(self.frame, self.where)
+        frame, serial = book.acquire_like(self.frame, self.where, among)
         self.book.end(self.serial)
         self.take(arena, book, frame, serial)
 
@@ -625,10 +642,10 @@ class Lease:
         if name.startswith("_"):
             raise AttributeError(name)
         try:
-            index = self._index_of(name)
+            place = self._place_of(name)
         except KeyError:
             raise AttributeError(f"a lease has no region {name!r}") from None
-        return self.arena.region(name, index).detach()
+        return self.arena.region(name, *place).detach()
 
     def window_of(self, name: str) -> tuple[object, int]:
         """Return (window, byte offset) of a region, for kernels that address the window themselves.
@@ -636,7 +653,7 @@ class Lease:
         Raises:
             LeaseError: no claim covers the region now.
         """
-        return self.arena.window_offset(name, self._index_or_error(name))
+        return self.arena.window_offset(name, *self._place_or_error(name))
 
     def packed(self, name: str) -> torch.Tensor:
         """Return a data region and the scales that follow it as one uint8 view.
@@ -647,20 +664,21 @@ class Lease:
             LeaseError: no claim covers the region now.
             ConfigError: the plan leaves a gap between data and scales.
         """
-        return self.arena.packed(name, self._index_or_error(name))
+        return self.arena.packed(name, *self._place_or_error(name))
 
-    def _index_or_error(self, name: str) -> int:
+    def _place_or_error(self, name: str) -> tuple[int, Lifetime]:
         try:
-            return self._index_of(name)
+            return self._place_of(name)
         except KeyError:
             raise LeaseError(f"the plan has no region {name!r} that a lease can name; print(plan) lists them") from None
 
-    def _index_of(self, name: str) -> int:
-        lifetime = self.arena.lifetime(name)
-        if lifetime == "arena":
+    def _place_of(self, name: str) -> tuple[int, Lifetime]:
+        frame = max(self.frame, 0)
+        lifetime = self.arena.lifetime(name, frame)
+        if lifetime in ("arena", "stash"):
             raise KeyError(name)
         if torch.compiler.is_compiling():  # traced code: claims are checked by the ops when it runs
-            return self.frame if lifetime == "frame" else 0
+            return frame if lifetime == "frame" else 0, lifetime
         if self.serial == NO_CLAIM:
             raise LeaseError(
                 f"{name} of a lease that was acquired at {self.where} while a selective checkpoint runs its region "
@@ -672,8 +690,8 @@ class Lease:
                 "left that keeps the frame; its bytes may be somebody else's now"
             )
         if lifetime == "frame":
-            return self.frame
-        return self._workspace_of(name, cast(Direction, lifetime))
+            return self.frame, lifetime
+        return self._workspace_of(name, cast(Direction, lifetime)), lifetime
 
     def _workspace_of(self, name: str, direction: Direction) -> int:
         workspace = self.book.workspace(self.frame, direction)

@@ -54,19 +54,24 @@ _SCHEMAS = (
     "dispatch(Tensor(a!) order, Tensor(b!) recv_tokens, Tensor(c!)? recv_scales, Tensor(d!)? recv_row_scales, "
     "Tensor(e!) recv_topk_weights, Tensor ticket, Tensor x, Tensor topk_idx, Tensor? topk_weights, Tensor? x_scales, "
     "Tensor? x_row_scales, Tensor? num_tokens) -> ()",
-    "combine(Tensor(a!) order, Tensor(b!) out, Tensor token, Tensor? ticket, Tensor expert_out, Tensor? topk_weights) "
-    "-> ()",
+    "combine(Tensor(a!) order, Tensor(b!) out, Tensor token, Tensor? ticket, Tensor expert_out, Tensor? topk_weights, "
+    "bool has_backward) -> ()",
     "combine_backward(Tensor(a!) order, Tensor(b!) grad_expert_out, Tensor(c!)? grad_scales, "
     "Tensor(d!)? grad_row_scales, Tensor(e!)? grad_rows, Tensor(f!)? grad_topk_weights, Tensor ticket, Tensor grad, "
     "Tensor? expert_out, Tensor? topk_weights) -> ()",
     "redispatch(Tensor(a!) order, Tensor(b!) recv_tokens, Tensor(c!)? recv_scales, Tensor(d!)? recv_row_scales, "
     "Tensor ticket, Tensor x, Tensor topk_idx, Tensor? topk_weights, Tensor? x_scales, Tensor? x_row_scales, "
     "Tensor? num_tokens) -> ()",
+    "restore(Tensor(a!) order, Tensor(b!) recv_tokens, Tensor(c!)? recv_scales, Tensor(d!)? recv_row_scales, "
+    "Tensor ticket, bool is_last) -> ()",
     "dispatch_backward(Tensor(a!) order, Tensor(b!)? grad_x, Tensor(c!)? grad_topk_weights, Tensor ticket, "
     "Tensor? grad_tokens, Tensor? grad_recv_weights) -> ()",
     "decode(Tensor(a!) out, Tensor ticket, Tensor tokens, Tensor? scales, Tensor? row_scales) -> ()",
 )
 
+
+_RECEIVED = ("recv_tokens", "recv_scales", "recv_row_scales")
+_MOVED_GRADS = ("grad_expert_out", "grad_expert_out_scales", "grad_expert_out_row_scales")
 
 _OK, _REFUSED = int(_C.Status.OK), int(_C.Status.REFUSED)
 
@@ -123,17 +128,17 @@ def route(
 
     Takes the tensors of the dispatch that follows, too: COUNT is the one place where a rank can refuse them.
     """
-    handle, frame, lease = token.tolist()
+    handle, frame, lease, *among = token.tolist()
     arena, tokens = arena_of(handle), Tokens(x, topk_idx, topk_weights, x_scales, x_row_scales, num_tokens)
     if lease == NO_CLAIM:
-        return _acquire_and_route(arena, None if frame == NO_FRAME else frame, tokens)
+        return _acquire_and_route(arena, None if frame == NO_FRAME else frame, among or None, tokens)
     ticket, _ = _route(arena, frame, lease, (offs, counts, overflow), tokens)
     return make_ticket_tensor(arena.book, ticket.serial)
 
 
-def _acquire_and_route(arena: Generation, asked: int | None, tokens: Tokens) -> torch.Tensor:
+def _acquire_and_route(arena: Generation, asked: int | None, among: list[int] | None, tokens: Tokens) -> torch.Tensor:
     """Route for a lease that a selective checkpoint's second pass acquired, when no route was saved for it."""
-    frame, lease = arena.book.acquire(asked, caller())
+    frame, lease = arena.book.acquire(asked, caller(), among)
     try:
         ticket, _ = _route(arena, frame, lease, arena.routed(frame), tokens)
     except BaseException:
@@ -165,8 +170,7 @@ def dispatch(
         if state.combined:
             check_sent(arena, sent, frame)
         place.workspace = _claim(arena, frame, "forward")
-        index = frame if arena.recv_in_frame else place.workspace
-        _expect_encoded(arena, filled, arena.received(index), ("recv_tokens", "recv_scales", "recv_row_scales"), index)
+        arena.expect_same(_RECEIVED, filled, arena.received(frame, place.workspace))
         arena.expect("recv_topk_weights", frame, recv_topk_weights)
 
     place.refusal = attempt.run(check)
@@ -188,28 +192,16 @@ def _route_again(arena: Generation, state: Ticket, place: Place, sent: Tokens, a
     state.workspace, state.combined = place.workspace, False
 
 
-def _expect_encoded(
-    arena: Generation, given: Encoded, wanted: Encoded, names: tuple[str, str, str], index: int
-) -> None:
-    """Check that tensors are the regions of rows in a payload, each of those that exist."""
-    pairs = zip(names, _parts(given), _parts(wanted), strict=True)
-    for name, tensor, region in pairs:
-        assert (tensor is None) == (region is None), f"{name}: the plan has it or not"
-        if tensor is not None:
-            arena.expect(name, index, tensor)
-
-
-def _parts(rows: Encoded) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    return rows.data, rows.scales, rows.row_scales
-
-
 def combine(
     order: torch.Tensor, out: torch.Tensor, token: torch.Tensor, ticket: torch.Tensor | None,
-    expert_out: torch.Tensor, topk_weights: torch.Tensor | None,
+    expert_out: torch.Tensor, topk_weights: torch.Tensor | None, has_backward: bool,
 ) -> None:  # fmt: skip
-    """Stage rows unless they lie in the window, then add each token's rows in k order into `out`."""
-    handle, frame, _ = token.tolist()
-    _pull(arena_of(handle), frame, ticket, expert_out, topk_weights, out)
+    """Stage rows unless they lie in the window, then add each token's rows in k order into `out`.
+
+    Received rows that are stashed go into their pages, if a backward may follow.
+    """
+    handle, frame, *_ = token.tolist()
+    _pull(arena_of(handle), frame, ticket, (expert_out, topk_weights), out, has_backward=has_backward)
 
 
 def is_direct() -> bool:
@@ -221,20 +213,32 @@ def is_direct() -> bool:
 
 
 def route_and_dispatch(lease: Lease, tokens: Tokens) -> tuple[Encoded, torch.Tensor, torch.Tensor]:
-    """Do what the ops route and dispatch do, in one call; return the regions of rows and weights, and the ticket."""
-    arena, frame = cast(Generation, lease.arena), lease.frame
-    state, place = _route(arena, frame, lease.serial, arena.routed(frame), tokens)
-    while arena.grower is not None and (num_rows := _missing_rows(arena, state)):
-        arena.book.cancel_ticket(state)
-        arena.grower(lease, num_rows)
+    """Do what the ops route and dispatch do, in one call; return the regions of rows and weights, and the ticket.
+
+    Where the arena may grow it does so, and all begins anew in its new memory: before rows move, when there are too
+    many, and after that when too few pages of the stash are free, which ranks tell each other with ARRIVED.
+    """
+    while True:
         arena, frame = cast(Generation, lease.arena), lease.frame
         state, place = _route(arena, frame, lease.serial, arena.routed(frame), tokens)
+        grower, num_rows = arena.grower, 0
+        if grower is None or not (num_rows := _missing_rows(arena, state)):
+            filled, weights, ticket = _push_routed(arena, state, place, tokens)
+            if grower is None or state.full_stash < 0 or arena.book.recording is not None:
+                return filled, weights, ticket
+        arena.book.cancel_ticket(state)
+        grower(lease, num_rows)
+
+
+def _push_routed(
+    arena: Generation, state: Ticket, place: Place, tokens: Tokens
+) -> tuple[Encoded, torch.Tensor, torch.Tensor]:  # fmt: skip
     ticket = make_ticket_tensor(arena.book, state.serial)
-    filled = arena.received(frame if arena.recv_in_frame else place.workspace)
-    recv_topk_weights = arena.region("recv_topk_weights", frame)
+    filled = arena.received(state.frame, place.workspace)
+    recv_topk_weights = arena.region("recv_topk_weights", state.frame)
     increment_version((*filled.regions, recv_topk_weights))
     _remember_versions(arena, state, filled)
-    _push(arena, state, place, tokens, Attempt())
+    _push(arena, state, place, tokens, Attempt(), may_grow=True)
     return filled, recv_topk_weights, ticket
 
 
@@ -252,16 +256,19 @@ def _missing_rows(arena: Generation, ticket: Ticket) -> int:
             raise error
         finally:
             del error  # its traceback refers to this frame
+    if arena.policies[ticket.frame] == "stash":
+        ticket.control = _control_before(arena)  # for what dispatch adds
     return ticket.overflowed[1] if ticket.overflowed is not None else 0
 
 
 def combine_lease(
-    lease: Lease, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None
-) -> torch.Tensor:
+    lease: Lease, expert_out: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor | None, *,
+    has_backward: bool,
+) -> torch.Tensor:  # fmt: skip
     """Do what the op combine does, into a new tensor where `out` is None."""
     arena = cast(Generation, lease.arena)
     arena.require_open("combine")
-    return _pull(arena, lease.frame, lease.ticket, expert_out, topk_weights, out)
+    return _pull(arena, lease.frame, lease.ticket, (expert_out, topk_weights), out, has_backward=has_backward)
 
 
 def _route(
@@ -290,7 +297,6 @@ def _route(
     ticket = book.open_ticket(frame, lease, x.shape[0], arena.capacity_rows, graph)
     ticket.control, ticket.workspace = control, place.workspace
     _remember(ticket, outcome)
-    book.note_overflow(frame, regions[2])
     return ticket, place
 
 
@@ -299,27 +305,33 @@ def _expect_routed(arena: Generation, frame: int, regions: tuple[torch.Tensor, t
         arena.expect(name, frame, region)
 
 
-def _push(arena: Generation, state: Ticket, place: Place, sent: Tokens, attempt: Attempt) -> None:
+def _push(
+    arena: Generation, state: Ticket, place: Place, sent: Tokens, attempt: Attempt, *, may_grow: bool = False
+) -> None:  # fmt: skip
     graph = arena.book.touch(state.frame, state.recorded_in, place.capture)
     rows = Encoded(sent.x, sent.x_scales, sent.x_row_scales) if is_encoded(arena, sent) else sent.x
     outcome = arena.engine.dispatch(place, rows, sent.topk_weights)
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
     _settle(arena, outcome, attempt, "dispatch")
+    if outcome.overflow:
+        state.full_stash = outcome.stash_rank
+    arena.book.note_overflow(state.frame, arena.routed(state.frame)[2])
     state.filled = True
     if graph is not None or not (arena.may_refuse_result or arena.grower is not None):
         return
-    attempt.error = _read_round(arena, state) or _policy_error(arena, state)
+    attempt.error = _read_round(arena, state) or _policy_error(arena, state, may_grow=may_grow)
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
         raise attempt.take() or AssertionError("checked above")
 
 
 def _pull(
-    arena: Generation, frame: int, ticket: torch.Tensor | None, expert_out: torch.Tensor,
-    topk_weights: torch.Tensor | None, out: torch.Tensor | None,
+    arena: Generation, frame: int, ticket: torch.Tensor | None, rows: tuple[torch.Tensor, torch.Tensor | None],
+    out: torch.Tensor | None, *, has_backward: bool,
 ) -> torch.Tensor:  # fmt: skip
     arena.raise_pending()
+    expert_out, topk_weights = rows
     book, attempt, found = arena.book, Attempt(), Rows(in_window=True)
     workspace = book.workspace(frame, "forward")
     state = None if ticket is None else book.ticket(read_ticket(ticket)[1])
@@ -349,6 +361,9 @@ def _pull(
         increment_version(arena.region("expert_out", workspace))
     _settle(arena, outcome, attempt, "combine")
     state.combined = True
+    if arena.policies[frame] == "stash":
+        arena.engine.stash(Place(frame, workspace), copies=has_backward)
+        state.versions = tuple(region._version for region in arena.received(frame, workspace).regions)
     book.end_workspace(frame, "forward")
     return y
 
@@ -367,20 +382,23 @@ def combine_backward(
     arena.raise_pending()
     place = Place(state.frame, book.next_workspace(state.frame, "backward"))
     moved = Encoded(grad_expert_out, grad_scales, grad_row_scales)
-    names = ("grad_expert_out", "grad_expert_out_scales", "grad_expert_out_row_scales")
 
     def check() -> None:
         nonlocal grad
         grad = _readable(grad)
         check_gradient(arena, "the gradient of y", grad, state.num_tokens)
         place.workspace = arena.index_at("grad_expert_out", grad_expert_out)
-        _expect_encoded(arena, moved, arena.moved_grads(place.workspace), names, place.workspace)
+        arena.expect_same(_MOVED_GRADS, moved, arena.moved_grads(place.workspace))
         _claim(arena, state.frame, "backward", place.workspace)
+        if arena.policies[state.frame] == "stash":
+            _claim(arena, state.frame, "forward", state.workspace)
 
     place.refusal = attempt.run(check)
     book.touch(state.frame, state.recorded_in)
     expects_open = book.recording is not None and state.recorded_in not in (None, book.recording.key)
     outcome = arena.engine.combine_backward(place, grad, expects_open)
+    if outcome.status != _OK or attempt.error is not None:
+        book.end_workspace(state.frame, "forward")
     _settle(arena, outcome, attempt, "combine backward")
     if grad_rows is not None:
         _decode(arena, place, moved, grad_rows, is_grad=True)
@@ -410,9 +428,8 @@ def redispatch(
     sent = Tokens(x, topk_idx, topk_weights, x_scales, x_row_scales, num_tokens)
 
     def check() -> None:
-        names, index = ("recv_tokens", "recv_scales", "recv_row_scales"), state.workspace
-        _expect_encoded(arena, filled, arena.received(index), names, index)
-        place.workspace = _claim(arena, frame, "forward", index)
+        arena.expect_same(_RECEIVED, filled, arena.received(frame, state.workspace))
+        place.workspace = _claim(arena, frame, "forward", state.workspace)
 
     place.refusal = attempt.run(check)
     arena.book.touch(frame, state.recorded_in)
@@ -428,9 +445,27 @@ def redispatch(
         raise
 
 
+def restore(
+    order: torch.Tensor, recv_tokens: torch.Tensor, recv_scales: torch.Tensor | None,
+    recv_row_scales: torch.Tensor | None, ticket: torch.Tensor, is_last: bool,
+) -> None:  # fmt: skip
+    """Copy stashed rows back into the workspace that they came from, for the experts' backward.
+
+    The frame keeps that workspace, which combine's backward has claimed, until dispatch's backward. The regions get the
+    version back that they had in combine. With `is_last` the pages are free again; else another backward may follow.
+    """
+    arena, state = state_of(ticket)
+    attempt, filled = Attempt(), Encoded(recv_tokens, recv_scales, recv_row_scales)
+    attempt.run(lambda: arena.expect_same(_RECEIVED, filled, arena.received(state.frame, state.workspace)))
+    arena.book.touch(state.frame, state.recorded_in)
+    outcome = arena.engine.restore(Place(state.frame, state.workspace), returns_pages=is_last)
+    torch._C._autograd._unsafe_set_version_counter(filled.regions, state.versions)
+    _settle(arena, outcome, attempt, "combine backward")
+
+
 def _remember_versions(arena: Generation, state: Ticket, filled: Encoded) -> None:
-    """Note the versions that a later dispatch gives back; no dispatch gets one that another had before it."""
-    if arena.recomputes:
+    """Note the versions that rows have when they come back; no dispatch gets one that another had before it."""
+    if arena.policies[state.frame] != "keep":
         state.versions = arena.new_versions(state.workspace, filled.regions)
 
 
@@ -464,7 +499,7 @@ def dispatch_backward(
         num_tokens=state.num_tokens, begins_use=begins_use, clears_open=not state.returned,
     )  # fmt: skip
     book.end_workspace(state.frame, "backward")
-    if arena.recomputes and state.combined:
+    if arena.policies[state.frame] != "keep" and state.combined:
         book.end_workspace(state.frame, "forward")
     _settle(arena, outcome, attempt, "dispatch backward")
     increment_version((arena.region("grad_recv_tokens", workspace), arena.region("grad_recv_topk_weights", workspace)))
@@ -485,7 +520,7 @@ def decode(
     arena.raise_pending()
     if not arena.recv_payload.is_quantised:
         raise ConfigError(f'dequantize() of a "{arena.recv_payload.format}" payload: read recv.tokens and recv.scales')
-    if not arena.recv_in_frame and arena.book.workspace(state.frame, "forward") is None:
+    if not arena.recv_in_frame[state.frame] and arena.book.workspace(state.frame, "forward") is None:
         raise LeaseError(
             f"dequantize() after the combine of frame {state.frame}: with save_recv=False received rows last from "
             "dispatch to combine; call it before, or keep the rows: save_recv=True, recv_policy='keep'"
@@ -513,7 +548,7 @@ def _readable(grad: torch.Tensor) -> torch.Tensor:
 
 def refuse_dispatch(lease: Lease, attempt: Attempt) -> None:
     """Complete the round of a dispatch whose arguments no op schema takes, then raise."""
-    handle, frame, _ = lease.token.tolist()
+    handle, frame, *_ = lease.token.tolist()
     arena = arena_of(handle)
     outcome = arena.engine.route(Place(frame, -1, refusal_of(attempt.error)), lease.token, None)
     _settle(arena, outcome, attempt, "dispatch")
@@ -521,7 +556,7 @@ def refuse_dispatch(lease: Lease, attempt: Attempt) -> None:
 
 def refuse_combine(lease: Lease, attempt: Attempt) -> None:
     """Complete the round of a combine whose arguments no op schema takes, then raise."""
-    handle, frame, _ = lease.token.tolist()
+    handle, frame, *_ = lease.token.tolist()
     arena = arena_of(handle)
     workspace = arena.book.workspace(frame, "forward")
     if workspace is None:
@@ -590,12 +625,14 @@ def _read_round(arena: Generation, ticket: Ticket) -> EpbufError | None:
     # Another stream's dispatch may have overflowed meanwhile, so this frame's own flag decides.
     if now.num_overflows > before.num_overflows and bool(arena.region("overflow", ticket.frame)):
         ticket.overflowed = (now.max_demand_rank, now.max_demand_rows)
+    if now.num_stash_overflows > before.num_stash_overflows and bool(arena.region("overflow", ticket.frame)):
+        ticket.full_stash = now.stash_rank
     if now.num_bad_ids > before.num_bad_ids:
         ticket.bad_id = (now.bad_rank, now.bad_token, now.bad_value)
     return None
 
 
-def _policy_error(arena: Generation, ticket: Ticket) -> EpbufError | None:
+def _policy_error(arena: Generation, ticket: Ticket, *, may_grow: bool) -> EpbufError | None:
     """Return what an eager dispatch must raise, on every rank, once its round is complete."""
     config = arena.plan.config
     if ticket.bad_id is not None and config.validate_ids:
@@ -604,20 +641,30 @@ def _policy_error(arena: Generation, ticket: Ticket) -> EpbufError | None:
             f"rank {rank} routes token {token} to expert {value}; ids lie in [0, num_experts={config.num_experts}), "
             "and a negative id means no expert"
         )
-    if ticket.overflowed is None:
+    found = _shortage(arena, ticket)
+    if not found or (arena.grower is not None and may_grow):
         return None
-    found = "rank {} needs {} rows (padding included)".format(*ticket.overflowed)
     if arena.grower is not None:
         return CapacityError(
-            f"{found} and recv_capacity_per_rank is {arena.plan.capacity_rows}: a dispatch in compiled code, or under "
-            'a torch dispatch mode, cannot grow the arena; run it eagerly, for example with stance("force_eager")'
+            f"{found}: a dispatch in compiled code, or under a torch dispatch mode, cannot grow the arena; run it "
+            'eagerly, for example with stance("force_eager")'
         )
     if config.overflow_policy == "error":
-        return CapacityError(
-            f"{found} and recv_capacity_per_rank is {arena.plan.capacity_rows}; plan more, balance the router, or use "
-            'overflow_policy="drop"'
-        )
+        return CapacityError(f'{found}; plan more, balance the router, or use overflow_policy="drop"')
     return None
+
+
+def _shortage(arena: Generation, ticket: Ticket) -> str:
+    """Say what a dispatch had too little of; nothing if it had enough."""
+    if ticket.overflowed is not None:
+        found = "rank {} needs {} rows (padding included)".format(*ticket.overflowed)
+        return f"{found} and recv_capacity_per_rank is {arena.plan.capacity_rows}"
+    if ticket.full_stash >= 0:
+        return (
+            f"rank {ticket.full_stash} receives more rows than the free pages of its stash hold, which has "
+            f"stash_rows={arena.stash_rows} for all dispatches that wait for their backward"
+        )
+    return ""
 
 
 def _fake_route(*_: object) -> torch.Tensor:
@@ -629,7 +676,7 @@ def _fake_nothing(*_: object) -> None:
 
 
 def _register() -> None:
-    ops = (route, dispatch, combine, combine_backward, redispatch, dispatch_backward, decode)
+    ops = (route, dispatch, combine, combine_backward, redispatch, restore, dispatch_backward, decode)
     kernels = {op.__name__: op for op in ops}
     for schema in _SCHEMAS:
         name = schema.split("(")[0]
@@ -648,4 +695,5 @@ COMBINE: torch._ops.OpOverload = torch.ops.epbuf.combine.default
 COMBINE_BACKWARD: torch._ops.OpOverload = torch.ops.epbuf.combine_backward.default
 DECODE: torch._ops.OpOverload = torch.ops.epbuf.decode.default
 REDISPATCH: torch._ops.OpOverload = torch.ops.epbuf.redispatch.default
+RESTORE: torch._ops.OpOverload = torch.ops.epbuf.restore.default
 DISPATCH_BACKWARD: torch._ops.OpOverload = torch.ops.epbuf.dispatch_backward.default

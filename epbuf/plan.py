@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal
 
 from epbuf.config import BLOCKED_TILE_ROWS, ROW_ALIGNMENT_BYTES, EpConfig, Payload, TokenDtype, round_up
@@ -20,8 +21,9 @@ from epbuf.errors import ConfigError
 from epbuf.memory_map import Band, Extent, draw_svg, human_bytes
 from epbuf.schedule import Schedule
 
-Lifetime = Literal["arena", "frame", "forward", "backward"]
+Lifetime = Literal["arena", "frame", "forward", "backward", "stash"]
 RecvPolicy = Literal["keep", "stash", "recompute"]
+RecvPolicies = RecvPolicy | tuple[RecvPolicy, ...]
 
 ALIGNMENT_BYTES = 256
 """Every region starts at a multiple of this: what TMA, cuBLAS scale tiles and 128-byte sectors ask for, and more."""
@@ -38,6 +40,15 @@ COUNT_HEADER_CELLS = 8
 
 ROUTE_CHUNK_TOKENS = 64
 """Tokens per row of `route_scratch`."""
+
+STASH_PAGE_ROWS = BLOCKED_TILE_ROWS
+"""Rows of a page of the stash: whole tiles of blocked scales, so that each part of a page is one range of bytes."""
+
+STASH_TABLE_HEADER = 2
+"""int32 of `struct StashTable` of csrc/layout.h, before the numbers of a frame's pages."""
+
+STASH_COUNTERS_BYTES = 16
+"""Room for `struct StashCounters` of csrc/layout.h."""
 
 _ITEM_BYTES = {
     "uint8": 1,
@@ -73,7 +84,8 @@ class Region:
         shape: of the tensor over the region.
         dtype: name of a torch dtype.
         lifetime: "arena" (until close), "frame" (dispatch to the end of its backward), "forward" (dispatch to
-            combine), "backward" (combine backward to dispatch backward).
+            combine), "backward" (combine backward to dispatch backward), "stash" (pages of frames, from dispatch to
+            combine backward).
     """
 
     name: str
@@ -112,9 +124,11 @@ class Plan:
         config: what it was built for.
         schedule: how many frames and workspaces.
         capacity_rows: C, rows that a rank can receive.
-        regions: all regions, in the order of the window: arena, frames, forward workspaces, backward workspaces.
+        regions: all regions, in the order of the window: arena, frames, forward workspaces, backward workspaces, stash.
         total_bytes: size of the window.
-        recv_policy: what becomes of received rows until the experts' backward: "keep" or "recompute".
+        recv_policy: what becomes of received rows until the experts' backward: "keep", "stash" or "recompute"; where
+            layers differ a tuple, one word a layer.
+        stash_rows: rows that all pages of the stash hold, as asked for; None: as many as may be needed at once.
         fingerprint: hex SHA-256 of config, schedule and regions; equal on every rank, machine and Python version.
     """
 
@@ -123,11 +137,13 @@ class Plan:
     capacity_rows: int
     regions: tuple[Region, ...] = field(repr=False)
     total_bytes: int
-    recv_policy: RecvPolicy = "keep"
+    recv_policy: RecvPolicies = "keep"
+    stash_rows: int | None = None
 
     @staticmethod
     def build(
-        config: EpConfig, schedule: Schedule | None = None, *, recv_policy: RecvPolicy | Sequence[RecvPolicy] = "keep"
+        config: EpConfig, schedule: Schedule | None = None, *, recv_policy: RecvPolicy | Sequence[RecvPolicy] = "keep",
+        stash_rows: int | None = None,
     ) -> Plan:  # fmt: skip
         """Compute the plan. No torch, no GPU, no memory.
 
@@ -135,25 +151,51 @@ class Plan:
             config: sizes and formats.
             schedule: `Schedule.sequential(1)` by default.
             recv_policy: what becomes of received rows between combine and the experts' backward: "keep" them in the
-                frame, or "recompute" them into a workspace, by one more dispatch inside combine's backward. One word,
-                or the same word for each layer.
+                frame; "stash" those that exist in pages that all frames share, and copy them back into a workspace
+                inside combine's backward; or "recompute" them there, by one more dispatch. One word, or one for each
+                layer of the schedule (of each chunk); of a schedule given by hand, one for each frame.
+            stash_rows: rows that the pages of a rank hold together, for all stashed dispatches that wait for their
+                backward; rounded up to whole pages of 128. A dispatch takes pages for the rows that it receives, not
+                for C of them, so the sum of what is received at once is enough. A dispatch that finds too few overflows
+                (`recv.overflow`). None: C for each such dispatch, which no step exceeds, and which saves nothing.
 
         Raises:
-            ConfigError: the config asks for a plan that this version has no code for, or that rows cannot index.
+            ConfigError: the config asks for a plan that this version has no code for, or that rows cannot index; words
+                that are not policies or not one a layer; stash_rows that is no number of rows, or that no layer uses.
         """
         schedule = schedule or Schedule.sequential(1)
-        policy = _single_policy(recv_policy)
-        _check_policy(config, policy)
+        policies = _policies(recv_policy, schedule)
+        for policy in {policies} if isinstance(policies, str) else set(policies):
+            _check_policy(config, policy)
+        _check_stash_rows(stash_rows, policies)
         capacity_rows = _capacity_rows(config)
-        regions = tuple(_place_all(config, schedule, capacity_rows, config.save_recv and policy == "keep"))
+        regions = tuple(_place_all(config, schedule, capacity_rows, _of_frames(policies, schedule), stash_rows))
         _check_disjoint(regions, config.alias)
         total_bytes = round_up(max(region.end for region in regions), ALIGNMENT_BYTES)
-        return Plan(config, schedule, capacity_rows, regions, total_bytes, policy)
+        return Plan(config, schedule, capacity_rows, regions, total_bytes, policies, stash_rows)
 
     @property
     def num_local_experts(self) -> int:
         """L: experts that one rank owns."""
         return self.config.num_local_experts
+
+    @cached_property
+    def frame_policies(self) -> tuple[RecvPolicy, ...]:
+        """The recv_policy of each frame: that of the layer whose dispatches take it."""
+        return _of_frames(self.recv_policy, self.schedule)
+
+    @property
+    def num_stash_pages(self) -> int:
+        """Pages that stashed dispatches share; 0 without a stash."""
+        return self.region("stash_pages").shape[0] if self._has_stash else 0
+
+    @property
+    def stash_page_offsets(self) -> tuple[int, ...]:
+        """Where, in bytes from the start of a page, data, block scales and row scales lie: those that the payload has.
+
+        The last number is the size of a page.
+        """
+        return _page_offsets(self.config)
 
     @property
     def route_chunk_tokens(self) -> int:
@@ -202,7 +244,7 @@ class Plan:
 
     def bytes_by_lifetime(self) -> dict[str, int]:
         """Return the bytes of all sets of each lifetime, alignment gaps included; their sum is `total_bytes`."""
-        sizes = {str(word): _span(sets[0]) * len(sets) for word, sets in self._sets.items()}
+        sizes = {str(word): sum(map(_span, sets)) for word, sets in self._sets.items()}
         assert sum(sizes.values()) == self.total_bytes, (sizes, self.total_bytes)
         return sizes
 
@@ -254,13 +296,20 @@ class Plan:
         canonical = json.dumps(self._content(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
-    def region(self, name: str, index: int = 0) -> Region:
+    def regions_of(self, lifetime: Lifetime, index: int = 0) -> list[Region]:
+        """Return the regions of one set, in the order of the window; none if the plan has no such sets."""
+        return self._sets[lifetime][index] if lifetime in self._sets else []
+
+    def region(self, name: str, index: int = 0, lifetime: Lifetime | None = None) -> Region:
         """Return one region.
+
+        Args:
+            lifetime: where frames of some layers and workspaces have regions of one name; None: the frames'.
 
         Raises:
             KeyError: the plan has no such region.
         """
-        return self._by_name[name, index]
+        return self._by_name[name, index, lifetime or self._lifetimes[name]]
 
     def to_json(self) -> str:
         """Write config, schedule, regions, total and fingerprint as JSON."""
@@ -269,8 +318,7 @@ class Plan:
     def to_svg(self) -> str:
         """Draw the memory map: the whole window to scale, then the regions of one set of each lifetime."""
         bands = [
-            Band(f"{_set_label(word, sets)}: {_each(sets)}", [_extent(region) for region in sets[0]])
-            for word, sets in self._sets.items()
+            Band(f"{label}: {_each(sets)}", [_extent(region) for region in sets[0]]) for label, sets in self._kinds
         ]
         window = [extent for word, sets in self._sets.items() for extent in _window_extents(word, sets)]
         heading = [f"epbuf window, {human_bytes(self.total_bytes)} per rank", *_describe(self)]
@@ -279,9 +327,9 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"epbuf plan {self.fingerprint[:12]}", *(f"  {line}" for line in _describe(self)), ""]
         rows: list[tuple[str, ...]] = [("region", "shape", "dtype", "each", "all", "first offset")]
-        for lifetime, sets in self._sets.items():
+        for label, sets in self._kinds:
             each, count = _span(sets[0]), len(sets)
-            rows.append((_set_label(lifetime, sets), "", "", human_bytes(each), human_bytes(each * count), ""))
+            rows.append((label, "", "", human_bytes(each), human_bytes(each * count), ""))
             rows.extend(_table_row(region, count) for region in sets[0])
         rows.append(("total", "", "", "", human_bytes(self.total_bytes), f"{self.total_bytes:,} bytes"))
         shared = [f"{first} and {second} share bytes" for first, second in self.config.alias]
@@ -299,8 +347,30 @@ class Plan:
         return sets
 
     @cached_property
-    def _by_name(self) -> dict[tuple[str, int], Region]:
-        return {(region.name, region.index): region for region in self.regions}
+    def _kinds(self) -> list[tuple[str, list[list[Region]]]]:
+        """Sets that hold the same regions, under one label: frames of layers that differ are several kinds."""
+        kinds: list[tuple[str, list[list[Region]]]] = []
+        for lifetime, sets in self._sets.items():
+            if lifetime != "frame" or isinstance(self.recv_policy, str):
+                kinds.append((_set_label(lifetime, sets), sets))
+                continue
+            for word in dict.fromkeys(self.frame_policies):
+                alike = [each for each, policy in zip(sets, self.frame_policies, strict=True) if policy == word]
+                kinds.append((f"{_set_label(lifetime, alike)} ({word})", alike))
+        return kinds
+
+    @cached_property
+    def _by_name(self) -> dict[tuple[str, int, Lifetime], Region]:
+        return {(region.name, region.index, region.lifetime): region for region in self.regions}
+
+    @cached_property
+    def _lifetimes(self) -> dict[str, Lifetime]:
+        """Lifetime of the first region of each name."""
+        return {region.name: region.lifetime for region in reversed(self.regions)}
+
+    @property
+    def _has_stash(self) -> bool:
+        return "stash_pages" in self._lifetimes
 
     def _content(self) -> dict[str, Any]:
         schedule = {"kind": self.schedule.kind, **dict(self.schedule.parameters)}
@@ -310,7 +380,8 @@ class Plan:
             "schedule": {**schedule, **counts},
             "capacity_rows": self.capacity_rows,
             "total_bytes": self.total_bytes,
-            "recv_policy": self.recv_policy,
+            "recv_policy": self.recv_policy if isinstance(self.recv_policy, str) else list(self.recv_policy),
+            **({} if self.stash_rows is None else {"stash_rows": self.stash_rows}),
             "regions": [_as_json(region) for region in self.regions],
         }
 
@@ -396,17 +467,42 @@ def _capacity_rows(config: EpConfig) -> int:
     return capacity
 
 
-def _single_policy(words: RecvPolicy | Sequence[RecvPolicy]) -> RecvPolicy:
-    given = [words] if isinstance(words, str) else list(words)
+def _policies(words: RecvPolicy | Sequence[RecvPolicy], schedule: Schedule) -> RecvPolicies:
+    """Return one word, or one a layer where they differ."""
+    given = (words,) if isinstance(words, str) else tuple(words)
     unknown = [word for word in given if word not in ("keep", "stash", "recompute")]
     if unknown or not given:
-        raise ConfigError(f"recv_policy takes 'keep' or 'recompute', or one of them per layer, found {words!r}")
-    if "stash" in given or len(set(given)) > 1:
         raise ConfigError(
-            f"recv_policy={words!r}: this version has no code for 'stash', nor for layers that differ; use 'keep' or "
-            "'recompute' for all layers"
+            f"recv_policy takes 'keep', 'stash' or 'recompute', or one of them per layer, found {words!r}"
         )
-    return given[0]
+    if not isinstance(words, str) and len(given) != schedule.num_layers:
+        unit = "frame" if schedule.kind == "by_hand" else "layer"
+        raise ConfigError(
+            f"recv_policy={words!r} has {len(given)} word(s) and {schedule} has {schedule.num_layers} {unit}(s); give "
+            f"one word for all, or one a {unit}"
+        )
+    return given[0] if len(set(given)) == 1 else given
+
+
+def _of_frames(policies: RecvPolicies, schedule: Schedule) -> tuple[RecvPolicy, ...]:
+    if isinstance(policies, str):
+        return (policies,) * schedule.num_frames
+    return tuple(policies[schedule.layer_of(frame)] for frame in range(schedule.num_frames))
+
+
+def _check_stash_rows(stash_rows: object, policies: RecvPolicies) -> None:
+    if stash_rows is None:
+        return
+    if type(stash_rows) is not int or stash_rows < 1:
+        raise ConfigError(
+            f"stash_rows={stash_rows!r} is no number of rows; give the rows that a rank receives in all stashed "
+            "dispatches that are open at once, or leave it out"
+        )
+    if "stash" not in policies:
+        raise ConfigError(
+            f"stash_rows={stash_rows} sizes the pages of stashed rows, and recv_policy={policies!r} stashes none; "
+            "leave it out, or use recv_policy='stash'"
+        )
 
 
 def _check_policy(config: EpConfig, policy: RecvPolicy) -> None:
@@ -415,11 +511,17 @@ def _check_policy(config: EpConfig, policy: RecvPolicy) -> None:
             f"recv_policy={policy!r} brings rows back for a backward, and inference_only=True plans none; leave it "
             "out, and use save_recv=False to keep rows in the workspace"
         )
+    if policy == "stash" and any("recv_tokens" in pair for pair in config.alias):
+        raise ConfigError(
+            f"recv_policy='stash' copies received rows when combine has them no more: alias={config.alias!r} lets the "
+            "experts overwrite them before; drop that alias, or use recv_policy='recompute'"
+        )
     needs_rows = config.dispatch_payload.format == "same" and not config.inference_only
     if not config.save_recv and needs_rows and policy == "keep":
         raise ConfigError(
             "save_recv=False with dispatch_payload='same' loses the rows that the experts' weight gradient reads; use "
-            "save_recv=True, a quantised payload, inference_only=True, or Plan.build(..., recv_policy='recompute')"
+            "save_recv=True, a quantised payload, inference_only=True, or Plan.build(..., recv_policy='recompute') or "
+            "'stash'"
         )
 
 
@@ -468,7 +570,12 @@ def _recv_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
     return _payload_needs(config.dispatch_payload, config, capacity_rows, "recv_", "recv_tokens")
 
 
-def _frame_needs(config: EpConfig, capacity_rows: int, holds_rows: bool) -> list[_Need]:
+def _holds_rows(config: EpConfig, policy: RecvPolicy) -> bool:
+    """Tell whether a frame has regions for received rows; else they lie in the forward workspace."""
+    return config.save_recv and policy == "keep"
+
+
+def _frame_needs(config: EpConfig, capacity_rows: int, policy: RecvPolicy) -> list[_Need]:
     num_local_experts = config.num_local_experts
     needs = [
         _Need("count_cells", (config.num_ranks, config.num_experts + COUNT_HEADER_CELLS), "int64"),
@@ -479,7 +586,9 @@ def _frame_needs(config: EpConfig, capacity_rows: int, holds_rows: bool) -> list
         _Need("overflow", (1,), "float32"),
         _Need("recv_topk_weights", (capacity_rows,), "float32"),
     ]
-    return needs + (_recv_needs(config, capacity_rows) if holds_rows else [])
+    if policy == "stash":
+        needs.append(_Need("stash_table", (STASH_TABLE_HEADER + _num_pages(capacity_rows),), "int32"))
+    return needs + (_recv_needs(config, capacity_rows) if _holds_rows(config, policy) else [])
 
 
 def _forward_needs(config: EpConfig, capacity_rows: int, holds_rows: bool) -> list[_Need]:
@@ -508,23 +617,49 @@ def _backward_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
     ]
 
 
-def _place_all(config: EpConfig, schedule: Schedule, capacity_rows: int, recv_in_frame: bool) -> Iterator[Region]:
-    """Yield all regions, one set after the other."""
-    num_backward = 0 if config.inference_only else schedule.num_workspaces
-    sets: list[tuple[Lifetime, int, list[_Need]]] = [
-        ("arena", 1, _arena_needs(config, schedule)),
-        ("frame", schedule.num_frames, _frame_needs(config, capacity_rows, recv_in_frame)),
-        ("forward", schedule.num_workspaces, _forward_needs(config, capacity_rows, not recv_in_frame)),
-        ("backward", num_backward, _backward_needs(config, capacity_rows)),
+def _num_pages(num_rows: int) -> int:
+    return -(-num_rows // STASH_PAGE_ROWS)
+
+
+def _page_offsets(config: EpConfig) -> tuple[int, ...]:
+    sizes = [need.nbytes for need in _recv_needs(config, STASH_PAGE_ROWS)]
+    return tuple(sum(sizes[:part]) for part in range(len(sizes) + 1))
+
+
+def _stash_needs(config: EpConfig, num_pages: int) -> list[_Need]:
+    page_bytes = _page_offsets(config)[-1]
+    assert page_bytes % ALIGNMENT_BYTES == 0, "128 rows of multiples of 16 bytes, of their scales of 4"
+    return [
+        _Need("stash_counters", (STASH_COUNTERS_BYTES // 4,), "int32"),
+        _Need("stash_free", (num_pages,), "int32"),
+        _Need("stash_pages", (num_pages, page_bytes), "uint8"),
     ]
+
+
+def _place_all(
+    config: EpConfig, schedule: Schedule, capacity_rows: int, policies: Sequence[RecvPolicy], stash_rows: int | None
+) -> Iterator[Region]:  # fmt: skip
+    """Yield all regions, one set after the other."""
+    forward = _forward_needs(config, capacity_rows, not all(_holds_rows(config, policy) for policy in policies))
+    backward = [] if config.inference_only else [_backward_needs(config, capacity_rows)]
+    sets: list[tuple[Lifetime, list[list[_Need]]]] = [
+        ("arena", [_arena_needs(config, schedule)]),
+        ("frame", [_frame_needs(config, capacity_rows, policy) for policy in policies]),
+        ("forward", [forward] * schedule.num_workspaces),
+        ("backward", backward * schedule.num_workspaces),
+    ]
+    if "stash" in policies:
+        most_pages = policies.count("stash") * _num_pages(capacity_rows)
+        num_pages = most_pages if stash_rows is None else min(most_pages, _num_pages(stash_rows))
+        sets.append(("stash", [_stash_needs(config, num_pages)]))
     start = 0
-    for lifetime, count, needs in sets:
-        offsets, stride = _offsets(needs, dict(config.alias))
-        for index in range(count):
+    for lifetime, members in sets:
+        for index, needs in enumerate(members):
+            offsets, nbytes = _offsets(needs, dict(config.alias))
             for need in needs:
                 offset = start + offsets[need.name]
                 yield Region(need.name, index, offset, need.nbytes, ALIGNMENT_BYTES, need.shape, need.dtype, lifetime)
-            start += stride
+            start += nbytes
 
 
 def _offsets(needs: list[_Need], alias: dict[str, str]) -> tuple[dict[str, int], int]:
@@ -568,8 +703,18 @@ def _describe(plan: Plan) -> list[str]:
     payloads = f"dispatch {_payload_word(config.dispatch_payload)}"
     if not config.inference_only:
         payloads += f", combine backward {_payload_word(config.combine_grad_payload)}"
-    policy = "" if plan.recv_policy == "keep" else f", received rows: {plan.recv_policy}"
-    return [f"{sizes} {rows}", f"{capacity}; {payloads}", f"{plan.schedule}{policy}"]
+    return [f"{sizes} {rows}", f"{capacity}; {payloads}", f"{plan.schedule}{_policy_words(plan)}"]
+
+
+def _policy_words(plan: Plan) -> str:
+    """Say what becomes of received rows, layer by layer, unless all are kept."""
+    policies = plan.recv_policy
+    if policies == "keep":
+        return ""
+    runs = [(policies, 1)] if isinstance(policies, str) else [(word, len([*run])) for word, run in groupby(policies)]
+    words = ", ".join(f"{word} x {count}" if count > 1 else word for word, count in runs)
+    pages = f" ({plan.num_stash_pages} pages of {STASH_PAGE_ROWS} rows)" if plan.num_stash_pages else ""
+    return f", received rows: {words}{pages}"
 
 
 def _capacity_source(config: EpConfig) -> str:
@@ -599,7 +744,7 @@ def _span(regions: Sequence[Region]) -> int:
 def _window_extents(lifetime: Lifetime, sets: Sequence[Sequence[Region]]) -> list[Extent]:
     """Return one range per set, or one for all when there are too many to tell apart."""
     if len(sets) > _MAX_DRAWN_SETS:
-        return [Extent(_set_label(lifetime, sets), sets[0][0].offset, _span(sets[0]) * len(sets))]
+        return [Extent(_set_label(lifetime, sets), sets[0][0].offset, sum(map(_span, sets)))]
     names = [f"{lifetime} {index}" if len(sets) > 1 else lifetime for index in range(len(sets))]
     return [Extent(name, regions[0].offset, _span(regions)) for name, regions in zip(names, sets, strict=True)]
 

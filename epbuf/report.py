@@ -24,9 +24,16 @@ def _heading(report: Mapping[str, Any]) -> Text:
     return Text(
         f"epbuf arena, rank {report['rank']}: {report['window']} window ({report['window_reason']})\n"
         f"frames in use at most {report['num_frames_high_water']} of {report['num_frames']}; demand at most "
-        f"{report['demand_peak_rows']} of {report['capacity_rows']} rows; staged "
+        f"{report['demand_peak_rows']} of {report['capacity_rows']} rows; {_stash(report)}staged "
         f"{human_bytes(report['staged_bytes'])}; {counts}"
     )
+
+
+def _stash(report: Mapping[str, Any]) -> str:
+    if not report.get("stash_rows"):
+        return ""
+    full = f", too little {report['num_stash_overflows']} times" if report["num_stash_overflows"] else ""
+    return f"stash at most {report['stash_peak_rows']} of {report['stash_rows']} rows{full}; "
 
 
 def _generations(report: Mapping[str, Any]) -> Table:

@@ -153,6 +153,19 @@ class Schedule:
             )
         raise ConfigError(f"frame(layer={layer}, microbatch={microbatch}, chunk={chunk}): {self} has no such use")
 
+    @property
+    def num_layers(self) -> int:
+        """MoE layers of one chunk; of a schedule given by hand its frames, each a layer of its own."""
+        return dict(self.parameters).get("num_layers", self.num_frames)
+
+    def layer_of(self, frame: int) -> int:
+        """Return the layer whose uses take a frame.
+
+        Each pass takes a frame for each of its layers, and its backward frees them together. So the lowest free frames
+        are always those of one whole pass, in the order of its layers.
+        """
+        return frame % self.num_layers
+
     def _refuse_fewer(self) -> NoReturn:
         asking, holding = self._first_users[self.num_frames]
         raise ConfigError(

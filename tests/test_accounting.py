@@ -45,6 +45,7 @@ def test_padding_is_what_completes_each_zone() -> None:
     assert moved.combine.rows == (10 + 5) * 128
     assert moved.combine.weights == 0
     assert moved.staging == 2 * (10 + 14) * 128
+    assert moved.stash == 2 * 2 * (10 + 14) * 128
     assert moved.route == 2 * 10 * 8 + 10 * 8 + 2 * 4 * (4 + 8) * 8
     assert moved.combine_backward == dataclasses.replace(moved.dispatch, weights=0)
     assert moved.dispatch_backward == dataclasses.replace(moved.combine, weights=(10 + 10) * 4)

@@ -93,6 +93,12 @@ def test_plan_takes_a_recv_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert fingerprint(capsys, *SIZES, "--recv-policy", "recompute") == wanted != Plan.build(CONFIG).fingerprint
 
 
+def test_plan_takes_a_recv_policy_per_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = Plan.build(CONFIG, Schedule.sequential(3), recv_policy=["keep", "stash", "recompute"], stash_rows=300)
+    flags = words("--num-layers 3 --recv-policy keep,stash,recompute --stash-rows 300")
+    assert fingerprint(capsys, *SIZES, *flags) == wanted.fingerprint
+
+
 @pytest.mark.parametrize(
     ("flags", "schedule"),
     [

@@ -69,9 +69,10 @@ def test_structs_start_empty() -> None:
     """Offsets start as -1, which means that the plan has no such region; everything else starts as 0."""
     for name in ("ArenaOffsets", "FrameOffsets", "ForwardOffsets", "BackwardOffsets"):
         assert set(fields(getattr(_C, name)()).values()) == {-1}, name
-    names = "Geometry RowFormat RouteCall DispatchCall CombineCall WeightGradCall DecodeCall Outcome ErrorRecord"
-    for name in names.split():
-        values = {value for field, value in fields(getattr(_C, name)()).items() if field not in ("recv", "grad")}
+    names = "Geometry RowFormat RouteCall DispatchCall CombineCall WeightGradCall DecodeCall StashCall StashFormat"
+    for name in [*names.split(), "Outcome", "ErrorRecord"]:
+        structs = ("recv", "grad", "stash")
+        values = {value for field, value in fields(getattr(_C, name)()).items() if field not in structs}
         assert values == {0}, name
 
 

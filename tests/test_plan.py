@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 
 from epbuf.config import EpConfig, Payload
 from epbuf.errors import ConfigError
-from epbuf.plan import ALIGNMENT_BYTES, CONTROL_BYTES, COUNT_HEADER_CELLS, Plan, Region, describe_difference
+from epbuf.plan import (
+    ALIGNMENT_BYTES,
+    CONTROL_BYTES,
+    COUNT_HEADER_CELLS,
+    STASH_COUNTERS_BYTES,
+    STASH_TABLE_HEADER,
+    Plan,
+    Region,
+    describe_difference,
+)
 from epbuf.schedule import Schedule
 
 UNTIMED = settings(
@@ -65,7 +74,7 @@ payloads = st.one_of(
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Any plan that can be built: sizes, formats, aliases, schedules."""
+    """Any plan that can be built: sizes, formats, aliases, schedules, policies."""
     num_ranks = draw(st.integers(1, 4))
     save_recv, inference_only = draw(st.booleans()), draw(st.booleans())
     dispatch, gradient = draw(payloads), draw(payloads)
@@ -90,7 +99,14 @@ def plans(draw: st.DrawFn) -> Plan:
         inference_only=inference_only,
         alias=tuple(draw(st.lists(st.sampled_from(allowed), unique=True))) if allowed else (),
     )
-    return Plan.build(config, Schedule(draw(st.integers(1, 3)), draw(st.integers(1, 2))))
+    schedule = Schedule(draw(st.integers(1, 3)), draw(st.integers(1, 2)))
+    words = ["keep"] if inference_only else ["keep", "recompute"]
+    if words != ["keep"] and RECV_ALIAS not in config.alias:
+        words.append("stash")
+    frames = schedule.num_frames
+    policies = draw(st.lists(st.sampled_from(words), min_size=frames, max_size=frames))
+    stash_rows = draw(st.one_of(st.none(), st.integers(1, 3000))) if "stash" in policies else None
+    return Plan.build(config, schedule, recv_policy=policies, stash_rows=stash_rows)
 
 
 @UNTIMED
@@ -122,10 +138,10 @@ def test_rows_of_every_region_are_16_byte_aligned(plan: Plan) -> None:
 @UNTIMED
 @given(plans())
 def test_scales_follow_their_data_without_a_gap(plan: Plan) -> None:
-    by_name = {(region.name, region.index): region for region in plan.regions}
-    for (name, index), scales in by_name.items():
-        if name in ("recv_scales", "grad_expert_out_scales"):
-            data = by_name["recv_tokens" if name == "recv_scales" else "grad_expert_out", index]
+    for scales in plan.regions:
+        if scales.name in ("recv_scales", "grad_expert_out_scales"):
+            data_name = "recv_tokens" if scales.name == "recv_scales" else "grad_expert_out"
+            data = plan.region(data_name, scales.index, scales.lifetime)
             gap = scales.offset - data.end
             assert gap == 0 if data.nbytes % ALIGNMENT_BYTES == 0 else 0 < gap < 2 * ALIGNMENT_BYTES, (data, scales)
 
@@ -278,6 +294,8 @@ def test_sizes_agree_with_the_structs_of_the_native_module() -> None:
     assert plan.region("forward_counters").nbytes == 2 * _C.sizeof("ForwardCounters")
     assert plan.region("backward_counters").nbytes == 2 * _C.sizeof("BackwardCounters")
     assert plan.region("arrived_cells").nbytes == 2 * _C.sizeof("Cell")
+    assert _C.sizeof("StashCounters") == STASH_COUNTERS_BYTES
+    assert _C.sizeof("StashTable") == 4 * STASH_TABLE_HEADER
     assert COUNT_HEADER_CELLS == _C.COUNT_HEADER_CELLS
 
 

@@ -1,4 +1,4 @@
-"""recv_policy="recompute": received rows come back for the experts' backward by one more dispatch."""
+"""recv_policy "recompute" and "stash": received rows come back for the experts' backward."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from epbuf.errors import ConfigError, LeaseError
 ROUTINGS = ("some_negative", "one_rank_without_tokens", "one_row_over", "num_tokens_int64", "no_tokens")
 SEEN = [(2, "some_negative"), (2, "one_row_over"), (2, "num_tokens_int64")]  # some rows arrive, for certain
 NUM_LAYERS = 3
+POLICIES = ("recompute", "stash", ("stash", "keep", "recompute"), ("keep", "recompute", "stash"))
+each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p if isinstance(p, str) else "-".join(p))
 Spread = Callable[..., list[Any]]
 
 
@@ -35,9 +37,11 @@ def experts_of(arena: epbuf.Arena, layer: int) -> Tensor:
     return torch.randint(-1, 2, shape, generator=generator).to(arena.device, arena.token_dtype).requires_grad_()
 
 
-def run_layer(arena: epbuf.Arena, x: Tensor, inputs: Inputs, weights: Tensor, experts: Tensor) -> Tensor:
+def run_layer(
+    arena: epbuf.Arena, x: Tensor, inputs: Inputs, weights: Tensor, experts: Tensor, frame: int | None = None
+) -> Tensor:  # fmt: skip
     """Run one layer on a lease of its own."""
-    with arena.acquire() as lease:
+    with arena.acquire(frame) as lease:
         return run_experts(lease, x, inputs, weights, experts)
 
 
@@ -51,7 +55,7 @@ def run_experts(lease: epbuf.Lease, x: Tensor, inputs: Inputs, weights: Tensor, 
 
 
 def gradients(
-    rank: int, group: Any, case: Case, policy: str, num_steps: int = 2, device: str = "cpu", window: str = "auto"
+    rank: int, group: Any, case: Case, policy: Any, num_steps: int = 2, device: str = "cpu", window: str = "auto"
 ) -> list[Tensor]:  # fmt: skip
     """Return the results of the last of some steps of three layers that share one workspace."""
     inputs = draw_inputs(case, rank, True, device)
@@ -61,28 +65,30 @@ def gradients(
             x, weights = inputs.x.clone().requires_grad_(), inputs.topk_weights.clone().requires_grad_()
             y = x
             for layer in range(NUM_LAYERS):
-                y = run_layer(arena, y, inputs, weights, experts[layer])
+                y = run_layer(arena, y, inputs, weights, experts[layer], layer)
             found = torch.autograd.grad(y, [x, weights, *experts], inputs.dy)
         return [part.detach().cpu() for part in (y, *found)]
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_gradients_equal_those_of_kept_rows(num_ranks: int, routing: str) -> None:
+@each_policy
+def test_gradients_equal_those_of_kept_rows(policy: Any, num_ranks: int, routing: str) -> None:
     """Three layers over one workspace, two steps: y and every gradient, to the bit."""
     case = named_case(routing, num_ranks, 16, "fp32")
     kept = virtual(num_ranks, gradients, case, "keep")
     if (num_ranks, routing) in SEEN:
         assert all(any(rank[part].abs().sum() > 0 for rank in kept) for part in range(len(kept[0])))
-    for got, want in zip(virtual(num_ranks, gradients, case, "recompute"), kept, strict=True):
+    for got, want in zip(virtual(num_ranks, gradients, case, policy), kept, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_gradients_on_processes(pool: Pool) -> None:
+@each_policy
+def test_gradients_on_processes(pool: Pool, policy: Any) -> None:
     """The same on four processes."""
     case = named_case("some_negative", 4, 16, "bf16")
     kept = pool.run(4, gradients, case, "keep")
-    for got, want in zip(pool.run(4, gradients, case, "recompute"), kept, strict=True):
+    for got, want in zip(pool.run(4, gradients, case, policy), kept, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
@@ -100,11 +106,16 @@ def test_the_plan_has_one_receive_region_per_workspace() -> None:
 @pytest.mark.parametrize(
     ("words", "options", "message"),
     [
-        ("drop", {}, "recv_policy takes 'keep' or 'recompute'"),
+        ("drop", {}, "recv_policy takes 'keep', 'stash' or 'recompute'"),
         ([], {}, "one of them per layer"),
-        ("stash", {}, "no code for 'stash'"),
-        (["keep", "recompute"], {}, "layers that differ"),
+        (["keep", "recompute"], {}, r"2 word\(s\) and Schedule.sequential\(num_layers=1\) has 1 layer"),
         ("recompute", {"inference_only": True}, "inference_only=True plans none"),
+        ("stash", {"inference_only": True}, "inference_only=True plans none"),
+        (
+            "stash",
+            {"dispatch_payload": "mxfp8", "hidden": 32, "save_recv": False, "alias": (("recv_tokens", "expert_out"),)},
+            "the experts overwrite them before",
+        ),
     ],
 )
 def test_policies_that_cannot_be_planned(words: Any, options: dict[str, Any], message: str) -> None:
@@ -122,7 +133,7 @@ def test_acquire_names_the_policy_of_the_plan() -> None:
 
 
 def eager_and_replayed(
-    rank: int, group: Any, case: Case, device: str = "cpu", window: str = "auto"
+    rank: int, group: Any, case: Case, policy: Any, device: str = "cpu", window: str = "auto"
 ) -> list[tuple[list[Tensor], list[Tensor]]]:  # fmt: skip
     """Return, for three batches, what an eager step and a replay gave."""
     inputs = draw_inputs(case, rank, True, device)
@@ -131,10 +142,10 @@ def eager_and_replayed(
         x = x.detach().requires_grad_()
         y = x
         for layer in range(NUM_LAYERS):
-            y = run_layer(arena, y, inputs, weights, experts[layer])
+            y = run_layer(arena, y, inputs, weights, experts[layer], layer)
         return [y.detach(), *torch.autograd.grad(y, [x, *experts], inputs.dy)]
 
-    with open_arena(case, group, "recompute", device=device, window=window) as arena:
+    with open_arena(case, group, policy, device=device, window=window) as arena:
         experts = [experts_of(arena, layer) for layer in range(NUM_LAYERS)]
         batches = [(inputs.x * (1 + number), inputs.topk_weights + number) for number in range(3)]
         eager = [[part.cpu() for part in step(*batch)] for batch in batches]
@@ -145,21 +156,25 @@ def eager_and_replayed(
     return list(zip(eager, replayed, strict=True))
 
 
-def test_replays_equal_eager_steps() -> None:
+@each_policy
+def test_replays_equal_eager_steps(policy: Any) -> None:
+    """Of rows that come back, and of rows that are kept."""
     case = named_case("some_negative", 2, 16, "fp32")
-    for rounds in virtual(2, eager_and_replayed, case):
-        for eager, replayed in rounds:
+    kept = virtual(2, eager_and_replayed, case, "keep")
+    for rounds, want in zip(virtual(2, eager_and_replayed, case, policy), kept, strict=True):
+        for (eager, replayed), (wanted, _) in zip(rounds, want, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(replayed, wanted, strict=True))
 
 
-def _checkpointed(rank: int, group: Any, case: Case, policy: str, use_reentrant: bool) -> list[Tensor]:
+def _checkpointed(rank: int, group: Any, case: Case, policy: Any, use_reentrant: bool) -> list[Tensor]:
     inputs = draw_inputs(case, rank, True)
     with open_arena(case, group, policy) as arena:
         experts = [experts_of(arena, layer) for layer in range(NUM_LAYERS)]
         y = x = inputs.x.clone().requires_grad_()
         for layer in range(NUM_LAYERS):
             y = checkpoint(
-                run_layer, arena, y, inputs, inputs.topk_weights, experts[layer], use_reentrant=use_reentrant
+                run_layer, arena, y, inputs, inputs.topk_weights, experts[layer], layer, use_reentrant=use_reentrant
             )
         if use_reentrant:
             y.backward(inputs.dy)
@@ -167,9 +182,9 @@ def _checkpointed(rank: int, group: Any, case: Case, policy: str, use_reentrant:
         return list(torch.autograd.grad(y, [x, *experts], inputs.dy))
 
 
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "stash", ("stash", "keep", "recompute")])
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "plain"])
-def test_with_activation_checkpointing(use_reentrant: bool, policy: str) -> None:
+def test_with_activation_checkpointing(use_reentrant: bool, policy: Any) -> None:
     """Weighted layers that are checkpointed give the same gradients, whichever pass their frames come from."""
     case = named_case("some_negative", 2, 16, "fp32")
     kept = virtual(2, gradients, case, "keep", 1)
@@ -177,9 +192,9 @@ def test_with_activation_checkpointing(use_reentrant: bool, policy: str) -> None
         assert all(torch.equal(a, b) for a, b in zip(got, [want[1], *want[3:]], strict=True))
 
 
-def _backward_meanwhile(rank: int, group: Any, case: Case) -> str:
+def _backward_meanwhile(rank: int, group: Any, case: Case, policy: str) -> str:
     inputs = draw_inputs(case, rank, True)
-    with open_arena(case, group, "recompute", num_frames=2) as arena:
+    with open_arena(case, group, policy, num_frames=2) as arena:
         x = inputs.x.clone().requires_grad_()
         y = run_layer(arena, x, inputs, inputs.topk_weights, experts_of(arena, 0))
         with arena.acquire() as lease:
@@ -187,9 +202,10 @@ def _backward_meanwhile(rank: int, group: Any, case: Case) -> str:
             return raised(LeaseError, lambda: torch.autograd.grad(y, x, inputs.dy))
 
 
-def test_a_workspace_that_another_frame_has_is_named() -> None:
+@pytest.mark.parametrize("policy", ["recompute", "stash"])
+def test_a_workspace_that_another_frame_has_is_named(policy: str) -> None:
     """Rows can come back only where they came from: a backward between a dispatch and its combine says who is there."""
-    for message in virtual(2, _backward_meanwhile, named_case("some_negative", 2, 16, "fp32")):
+    for message in virtual(2, _backward_meanwhile, named_case("some_negative", 2, 16, "fp32"), policy):
         assert "frame 0 needs a forward workspace" in message and "by frame(s) [1]" in message
 
 
@@ -208,9 +224,9 @@ def test_tokens_that_changed_meanwhile_are_refused() -> None:
         assert "modified by an inplace operation" in message
 
 
-def _compiled(rank: int, group: Any, case: Case) -> str:
+def _compiled(rank: int, group: Any, case: Case, policy: str) -> str:
     inputs = draw_inputs(case, rank, True)
-    with open_arena(case, group, "recompute", num_frames=1) as arena:
+    with open_arena(case, group, policy, num_frames=1) as arena:
 
         def layer(lease: epbuf.Lease, x: Tensor) -> Tensor:
             recv = epbuf.dispatch(lease, x, case.topk_idx[rank])
@@ -220,10 +236,12 @@ def _compiled(rank: int, group: Any, case: Case) -> str:
             return raised(Exception, lambda: torch.compile(layer, fullgraph=True)(lease, inputs.x))
 
 
-def test_compiled_layers_are_refused(pool: Pool) -> None:
+@pytest.mark.parametrize("policy", ["recompute", "stash"])
+def test_compiled_layers_are_refused(pool: Pool, policy: str) -> None:
     """Compiled code would read the rows of the first dispatch, which are gone: it is told so while it is traced."""
     case = named_case("some_negative", 1, 16, "fp32")
-    assert 'recv_policy="recompute" inside torch.compile' in pool.run(1, _compiled, case, limit_s=120)[0]
+    message = pool.run(1, _compiled, case, policy, limit_s=120)[0]
+    assert f'recv_policy="{policy}" inside torch.compile' in message
 
 
 def _scaled(rank: int, group: Any, case: Case, policy: str) -> list[Tensor]:
@@ -237,10 +255,11 @@ def _scaled(rank: int, group: Any, case: Case, policy: str) -> list[Tensor]:
         return [y.detach(), *torch.autograd.grad(y, x, inputs.dy), lease.recv_topk_weights.clone()]
 
 
-def test_weights_that_the_user_changed_stay_changed() -> None:
+@pytest.mark.parametrize("policy", ["recompute", "stash"])
+def test_weights_that_the_user_changed_stay_changed(policy: str) -> None:
     case = named_case("some_negative", 2, 16, "fp32")
     kept = virtual(2, _scaled, case, "keep")
-    for got, want in zip(virtual(2, _scaled, case, "recompute"), kept, strict=True):
+    for got, want in zip(virtual(2, _scaled, case, policy), kept, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got[:2], want[:2], strict=True))
         assert torch.equal(got[2].nan_to_num(), want[2].nan_to_num())
 
@@ -254,17 +273,18 @@ def _early_loss(rank: int, group: Any, case: Case, policy: str) -> list[Tensor]:
         return [dx, epbuf.combine(lease, recv.tokens.detach() * 2).detach()]
 
 
-def test_a_backward_before_combine_leaves_the_workspace() -> None:
+@pytest.mark.parametrize("policy", ["recompute", "stash"])
+def test_a_backward_before_combine_leaves_the_workspace(policy: str) -> None:
     """A loss on received rows runs dispatch's backward first: combine still finds its workspace."""
     case = named_case("some_negative", 2, 16, "fp32")
     kept = virtual(2, _early_loss, case, "keep")
-    for got, want in zip(virtual(2, _early_loss, case, "recompute"), kept, strict=True):
+    for got, want in zip(virtual(2, _early_loss, case, policy), kept, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def _refused(rank: int, group: Any, case: Case) -> tuple[str, list[Tensor]]:
+def _refused(rank: int, group: Any, case: Case, policy: str) -> tuple[str, list[Tensor]]:
     inputs = draw_inputs(case, rank, True)
-    with open_arena(case, group, "recompute") as arena:
+    with open_arena(case, group, policy) as arena:
         experts, x = experts_of(arena, 0), inputs.x.clone().requires_grad_()
         y = run_layer(arena, x, inputs, inputs.topk_weights, experts)
         if rank == 1:
@@ -275,11 +295,12 @@ def _refused(rank: int, group: Any, case: Case) -> tuple[str, list[Tensor]]:
         return message, list(torch.autograd.grad(y, [x, experts], inputs.dy))
 
 
-def test_a_refused_second_dispatch_may_be_tried_again() -> None:
+@pytest.mark.parametrize("policy", ["recompute", "stash"])
+def test_a_backward_that_is_refused_may_be_tried_again(policy: str) -> None:
     """One rank's workspace is taken: all ranks raise and name it, nobody waits, and the retry gives the gradients."""
     case = named_case("some_negative", 2, 16, "fp32")
     kept = virtual(2, _once, case, "keep")
-    for (message, got), want in zip(virtual(2, _refused, case), kept, strict=True):
+    for (message, got), want in zip(virtual(2, _refused, case, policy), kept, strict=True):
         assert "rank 1" in message or "forward workspace" in message
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -292,24 +313,25 @@ def _once(rank: int, group: Any, case: Case, policy: str) -> list[Tensor]:
         return list(torch.autograd.grad(y, [x, experts], inputs.dy))
 
 
-def _versions(rank: int, group: Any, case: Case) -> tuple[int, int, int]:
+def _versions(rank: int, group: Any, case: Case, policy: str) -> tuple[int, int, int]:
     inputs = draw_inputs(case, rank, True)
-    with open_arena(case, group, "recompute") as arena:
+    with open_arena(case, group, policy) as arena:
         experts, region = experts_of(arena, 0), arena.region("recv_tokens")
 
-        def forward() -> tuple[Tensor, Tensor, int]:
+        def forward(frame: int) -> tuple[Tensor, Tensor, int]:
             x = inputs.x.clone().requires_grad_()
-            return x, run_layer(arena, x, inputs, inputs.topk_weights, experts), region._version
+            return x, run_layer(arena, x, inputs, inputs.topk_weights, experts, frame), region._version
 
-        (x, y, _), (other_x, other_y, latest) = forward(), forward()
+        (x, y, _), (other_x, other_y, latest) = forward(0), forward(1)
         torch.autograd.grad(y, [x, experts], inputs.dy)
         restored = region._version
-        *_, fresh = forward()
+        *_, fresh = forward(0)
         torch.autograd.grad(other_y, [other_x, experts], inputs.dy)
         return restored, latest, fresh
 
 
-def test_no_version_is_given_twice() -> None:
-    """A second dispatch sets the region's version back; the next dispatch gets one above all that were saved."""
-    for restored, latest, fresh in virtual(2, _versions, named_case("some_negative", 2, 16, "fp32")):
+@pytest.mark.parametrize("policy", ["recompute", "stash"])
+def test_no_version_is_given_twice(policy: str) -> None:
+    """Rows that come back set the region's version back; the next dispatch gets one above all that were saved."""
+    for restored, latest, fresh in virtual(2, _versions, named_case("some_negative", 2, 16, "fp32"), policy):
         assert restored < latest < fresh

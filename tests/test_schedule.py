@@ -188,6 +188,30 @@ def test_sequential_frames_are_exact_for_any_microbatch(num_layers: int, num_mic
     assert_exact(schedule, order, num_layers)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule.sequential(4),
+        Schedule.gpipe(3, 5),
+        *(Schedule.one_f_one_b(2, 4, stage, 8) for stage in range(4)),
+        *(Schedule.one_f_one_b_overlap(3, 4, stage, 8) for stage in range(4)),
+        *(Schedule.interleaved(2, 4, stage, 8, num_chunks) for stage in range(4) for num_chunks in (2, 3)),
+    ],
+    ids=str,
+)
+def test_a_frame_serves_one_layer(schedule: Schedule) -> None:
+    chunks = {chunk for _, _, chunk in schedule.passes}
+    for _, microbatch, chunk in schedule.passes:
+        for layer in range(schedule.num_layers):
+            assert schedule.layer_of(schedule.frame(layer, microbatch, chunk)) == layer
+    assert len(chunks) == dict(schedule.parameters).get("num_chunks", 1)
+
+
+def test_by_hand_each_frame_is_a_layer() -> None:
+    schedule = Schedule(3, 2)
+    assert schedule.num_layers == 3 and [schedule.layer_of(frame) for frame in range(3)] == [0, 1, 2]
+
+
 def test_interleaved_takes_22_frames_where_a_ring_takes_30() -> None:
     order = megatron_order(num_stages=4, stage=0, num_microbatches=8, num_chunks=2)
     schedule = Schedule.interleaved(num_layers=2, num_stages=4, stage=0, num_microbatches=8, num_chunks=2)

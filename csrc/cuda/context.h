@@ -67,5 +67,6 @@ void issue_combine_backward(const CudaContext& context, const DispatchCall& call
 void issue_dispatch_backward(const CudaContext& context, const CombineCall& call, Phases phases);
 void issue_weight_grad(const CudaContext& context, const WeightGradCall& call);
 void issue_decode(const CudaContext& context, const DecodeCall& call);
+void issue_stash(const CudaContext& context, const StashCall& call);
 
 }  // namespace epbuf::cuda

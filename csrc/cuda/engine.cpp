@@ -94,6 +94,10 @@ Outcome CudaEngine::decode(const DecodeCall& call) {
   return enqueue([&] { issue_decode(context_, call); });
 }
 
+Outcome CudaEngine::stash(const StashCall& call) {
+  return enqueue([&] { issue_stash(context_, call); });
+}
+
 std::int32_t CudaEngine::phases(std::uint32_t op) {
   EPBUF_CHECK(op >= kOpRoute && op <= kOpDispatchBackward, "op ", op, " does not exist");
   return op == kOpDispatch ? 2 : 3;
@@ -164,6 +168,7 @@ void CudaEngine::warm_up() const {
   load_encode();
   load_combine();
   load_weight();
+  load_stash();
 }
 
 void CudaEngine::close() {

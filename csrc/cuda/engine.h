@@ -34,6 +34,7 @@ class CudaEngine {
   Outcome dispatch_backward(const CombineCall& call);
   Outcome weight_grad(const WeightGradCall& call);  // local
   Outcome decode(const DecodeCall& call);           // local
+  Outcome stash(const StashCall& call);             // local, but for the wait for ACK before rows are restored
 
   // The same ops in steps, for virtual ranks of one process: phase p on every rank before phase p + 1 on any.
   static std::int32_t phases(std::uint32_t op);

@@ -25,6 +25,8 @@ void launch_decode(const DecodeKernel& kernel, TokenDtype dtype, const Target& t
 void launch_stage(const StageKernel& kernel, TokenDtype dtype, std::int64_t max_rows, const Target& target);
 void launch_pull(const PullKernel& kernel, TokenDtype dtype, const Target& target);
 void launch_weight_grad(const WeightGradKernel& kernel, TokenDtype dtype, std::int64_t max_rows, const Target& target);
+void launch_pages(const PagesKernel& kernel, const Target& target);
+void launch_stash(const StashKernel& kernel, std::int64_t max_rows, const Target& target);
 
 // Bytes of shared memory that a block needs.
 std::size_t exchange_shared_bytes(std::int64_t num_experts);
@@ -38,5 +40,6 @@ void load_dispatch();
 void load_encode();
 void load_combine();
 void load_weight();
+void load_stash();
 
 }  // namespace epbuf::cuda

@@ -26,6 +26,37 @@ KernelCall forward_call(const CudaContext& context, Op op, const Call& call) {
   return k;
 }
 
+PagesKernel pages_kernel(const CudaContext& context, const KernelCall& kernel_call, bool takes) {
+  const Geometry& g = context.geometry();
+  PagesKernel k{};
+  k.call = kernel_call;
+  k.counters = context.own(context.arena().stash_counters);
+  k.free_pages = context.own(context.arena().stash_free);
+  k.table = context.own(context.frame(kernel_call.frame).stash_table);
+  k.num_rows = context.last_offs(kernel_call.frame);
+  k.num_pages = g.stash.num_pages;
+  k.page_rows = g.stash.page_rows;
+  k.takes = takes ? 1 : 0;
+  return k;
+}
+
+StashKernel stash_kernel(const CudaContext& context, const KernelCall& kernel_call, bool restores) {
+  const Geometry& g = context.geometry();
+  const PushTarget rows = context.received(kernel_call.frame, kernel_call.workspace);
+  StashKernel k{};
+  k.call = kernel_call;
+  k.pages = context.own(context.arena().stash_pages);
+  k.table = context.own(context.frame(kernel_call.frame).stash_table);
+  k.num_rows = context.last_offs(kernel_call.frame);
+  k.page_bytes = g.stash.page_bytes;
+  k.page_rows = g.stash.page_rows;
+  k.restores = restores ? 1 : 0;
+  k.parts[0] = {context.own(rows.rows), 0, context.row_bytes(rows.format)};
+  if (rows.scales >= 0) k.parts[1] = {context.own(rows.scales), g.stash.scales_offset, rows.format.scale_row_bytes};
+  if (rows.row_scales >= 0) k.parts[2] = {context.own(rows.row_scales), g.stash.row_scales_offset, sizeof(float)};
+  return k;
+}
+
 KernelIds ids_of(const CudaContext& context, const RouteCall& call) {
   KernelIds ids{};
   ids.num_topk = context.geometry().num_topk;
@@ -113,6 +144,11 @@ SignalKernel unrefusing(SignalKernel k, Phase phase, std::int64_t cells) {
   k.phase = phase;
   k.cells = cells;
   return k;
+}
+
+void add_stash(const CudaContext& context, const FrameOffsets& frame, SignalKernel* k) {
+  k->stash_table = context.own(frame.stash_table);
+  k->overflow = context.own(frame.overflow);
 }
 
 SignalKernel backward_signal(const CudaContext& context, const KernelCall& call, Phase phase, std::int64_t cells) {
@@ -225,14 +261,18 @@ void issue_route(const CudaContext& context, const RouteCall& call, Phases phase
 }
 
 // Phases: push, publish ARRIVED; await it, tile scales. ARRIVED carries the refusal of a rank that found its rows
-// unusable only now.
+// unusable only now, or that it has too few pages of the stash.
 void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases phases) {
   context.check_rows(call, context.geometry().recv);
   const FrameOffsets& frame = context.frame(call.frame);
   const KernelCall kernel_call = forward_call(context, kOpDispatch, call);
   SignalKernel arrived = signal(context, kernel_call, kPhaseArrived, frame.arrived_cells);
   arrived.epoch = arrived.frame_counters + offsetof(FrameCounters, round);
-  const bool moves = call.refusal == kRefusalNone;
+  const bool moves = call.refusal == kRefusalNone, stashes = frame.stash_table >= 0;
+  if (stashes) add_stash(context, frame, &arrived);
+  if ((phases & 1) && moves && stashes) {
+    launch_pages(pages_kernel(context, kernel_call, true), context.target(call.stream));
+  }
   if ((phases & 1) && moves) push(context, kernel_call, call, context.forward_target(call));
   const std::uint32_t set_open = call.repeats != 0 ? 0 : kSignalSetOpen;
   launch_steps(context, arrived,
@@ -329,6 +369,27 @@ void issue_decode(const CudaContext& context, const DecodeCall& call) {
   k.hidden = g.hidden;
   k.format = format;
   launch_decode(k, context.dtype(), context.target(call.stream));
+}
+
+// Not an op of its own: it belongs to the combine or the combine backward before it. The readers of the workspace are
+// awaited before rows come back: the frame has all of it from then on, and with several streams a peer may still pull.
+void issue_stash(const CudaContext& context, const StashCall& call) {
+  context.check_stash(call);
+  const bool restores = call.move == kRestoreRows;
+  const KernelCall kernel_call =
+      context.kernel_call(restores ? kOpCombineBackward : kOpCombine, call.frame, call.workspace);
+  const Target target = context.target(call.stream);
+  if (restores) {
+    SignalKernel ack = signal(context, kernel_call, kPhaseAck, context.forward(call.workspace).ack_cells);
+    ack.epoch = ack.ack_use = context.forward_use(call.workspace);
+    ack.ack_phase = kPhaseAck;
+    ack.ack_cells = ack.cells;
+    launch_steps(context, ack, kSignalAwaitAck, call.stream);
+  }
+  if (call.move != kStashNothing) {
+    launch_stash(stash_kernel(context, kernel_call, restores), context.geometry().capacity_rows, target);
+  }
+  if (call.returns_pages != 0) launch_pages(pages_kernel(context, kernel_call, false), target);
 }
 
 }  // namespace epbuf::cuda

@@ -88,6 +88,13 @@ __device__ inline void record_overflow(const KernelCall& call, std::int64_t max_
   });
 }
 
+__device__ inline void record_full_stash(const KernelCall& call, std::int32_t rank) {
+  change_control(call, [&](Control& control) {
+    ++control.num_stash_overflows;
+    control.stash_rank = rank;
+  });
+}
+
 __device__ inline void record_early_reuse(const KernelCall& call) {
   change_control(call, [](Control& control) { ++control.num_early_reuses; });
 }

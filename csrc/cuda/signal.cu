@@ -10,14 +10,15 @@ namespace {
 
 constexpr std::uint32_t kMaxThreads = 256;
 
-// The lowest rank whose cell carries a refusal, num_ranks if none does. Valid between the wait for the cells and this
-// rank's next signal, until which no peer can overwrite them.
-__device__ std::int32_t find_refusal(const KernelCall& call, const Cell* cells) {
+// The lowest rank whose cell says one of the bits of `mask`, num_ranks if none does. Valid between the wait for the
+// cells and this rank's next signal, until which no peer can overwrite them.
+__device__ std::int32_t find_said(const KernelCall& call, const Cell* cells, std::uint32_t mask) {
   __shared__ std::int32_t lowest;
+  __syncthreads();  // every thread has read what was found before
   if (threadIdx.x == 0) lowest = call.num_ranks;
   __syncthreads();
   for (std::int32_t peer = threadIdx.x; peer < call.num_ranks; peer += blockDim.x) {
-    if (load_relaxed_system(cells + peer).value != kRefusalNone) atomicMin(&lowest, peer);
+    if (load_relaxed_system(cells + peer).value & mask) atomicMin(&lowest, peer);
   }
   __syncthreads();
   return lowest;
@@ -30,8 +31,21 @@ __device__ void judge(const SignalKernel& k, const Cell* cells, std::int32_t ref
     store_relaxed_device(mark, 0);
   } else {
     store_relaxed_device(mark, k.call.order);
-    record_refusal(k.call, refusing, load_relaxed_system(cells + refusing).value);
+    record_refusal(k.call, refusing, load_relaxed_system(cells + refusing).value & ~kStashFull);
   }
+}
+
+// What this rank says with a signal: its refusal, and in dispatch that it has too few pages for its rows.
+__device__ __forceinline__ std::uint32_t said_by(const SignalKernel& k) {
+  if (k.stash_table == 0) return k.call.refusal;
+  const auto* table = at<const StashTable>(k.stash_table);
+  return k.call.refusal | (table->num_pages < table->num_wanted ? kStashFull : 0);
+}
+
+// One thread: flags it as an overflow of the capacity is.
+__device__ void note_full_stash(const SignalKernel& k, std::int32_t rank) {
+  record_full_stash(k.call, rank);
+  *at<float>(k.overflow) = 1.0f;
 }
 
 // One thread, after an unrefused round.
@@ -60,19 +74,22 @@ __device__ bool take_steps(const SignalKernel& k, Failure* failure) {
   __syncthreads();  // every thread has read the old words
   if (threadIdx.x == 0 && (k.steps & kSignalAdvance)) *epoch_word = epoch;
   if (threadIdx.x == 0 && (k.steps & kSignalMarkReady)) *at<std::uint32_t>(k.ack_use) = epoch;
-  if (k.steps & kSignalPublish) publish(k.call, k.cells, {epoch, k.call.refusal});
+  if (k.steps & kSignalPublish) publish(k.call, k.cells, {epoch, said_by(k)});
 
-  std::uint32_t refusals = 0;
+  std::uint32_t said = 0;
   if ((k.steps & kSignalAwait) || was_refused) {
-    if (!await_all(k.call, {k.phase, epoch, cells, 1, number}, failure, &refusals)) return false;
+    if (!await_all(k.call, {k.phase, epoch, cells, 1, number}, failure, &said)) return false;
   }
   release_next();
 
   bool refused = was_refused;
   if (k.steps & kSignalJudge) {
-    const std::int32_t refusing = __syncthreads_or(refusals != 0) ? find_refusal(k.call, cells) : k.call.num_ranks;
+    const bool is_said = __syncthreads_or(said != 0);
+    const std::int32_t refusing = is_said ? find_said(k.call, cells, ~kStashFull) : k.call.num_ranks;
     refused = refusing != k.call.num_ranks;
     if (threadIdx.x == 0) judge(k, cells, refusing);
+    const std::int32_t full = is_said && !refused ? find_said(k.call, cells, kStashFull) : k.call.num_ranks;
+    if (threadIdx.x == 0 && full != k.call.num_ranks) note_full_stash(k, full);
   }
   if (threadIdx.x == 0 && !refused) update_open(k);
   return true;

@@ -161,7 +161,7 @@ Status run_dispatch_backward(Context& context, const OpState& op, const CombineC
   return kOk;
 }
 
-void run_weight_grad(const Context& context, const WeightGradCall& call) {
+Status run_weight_grad(const Context& context, const WeightGradCall& call) {
   const Geometry& g = context.geometry();
   const std::int64_t num_rows = context.num_live_rows(call.frame);
   const auto* expert_out = reinterpret_cast<const std::byte*>(call.expert_out);
@@ -174,6 +174,7 @@ void run_weight_grad(const Context& context, const WeightGradCall& call) {
     grad_weights[row] = context.kernels().dot(expert_out + row * call.expert_out_row_stride_bytes, grad, g.hidden);
     context.kernels().scale(grad, weights[row], grad, g.hidden);
   }
+  return kOk;
 }
 
 }  // namespace epbuf

@@ -46,19 +46,28 @@ Status Context::await(const OpState& op, const Signal& signal) const {
   return waiter_.await(op, {signal.phase, windows_.own<const Cell>(signal.cells_offset), 1, signal.epoch});
 }
 
+Status Context::await_ack(const OpState& op, std::int32_t workspace) const {
+  return await(op, {kPhaseAck, forward(workspace).ack_cells, forward_counters(workspace).use, 0});
+}
+
 void Context::publish(const Signal& signal) const {
   windows_.publish(signal.cells_offset, {signal.epoch, signal.value});
 }
 
-bool Context::find_refusal(const OpState& op, const Signal& signal, Outcome* outcome) {
+std::int32_t Context::find_said(const Signal& signal, std::uint32_t mask) const {
   const Cell* cells = windows_.own<const Cell>(signal.cells_offset);
   for (std::int32_t rank = 0; rank < geometry().num_ranks; ++rank) {
-    const std::uint32_t refusal = load_relaxed_system(cells + rank).value;
-    if (refusal == kRefusalNone) continue;
-    record_refusal(op, rank, refusal, outcome);
-    return true;
+    if ((load_relaxed_system(cells + rank).value & mask) != 0) return rank;
   }
-  return false;
+  return -1;
+}
+
+bool Context::find_refusal(const OpState& op, const Signal& signal, Outcome* outcome) {
+  const std::int32_t rank = find_said(signal, ~kStashFull);
+  if (rank < 0) return false;
+  const Cell* cells = windows_.own<const Cell>(signal.cells_offset);
+  record_refusal(op, rank, load_relaxed_system(cells + rank).value & ~kStashFull, outcome);
+  return true;
 }
 
 void Context::record_refusal(const OpState& op, std::int32_t rank, std::uint32_t refusal, Outcome* outcome) {

@@ -44,7 +44,11 @@ class Context : public ArenaMap {
   // Publishes to all ranks and waits for the same signal from all.
   Status exchange(const OpState& op, const Signal& signal) const;
   Status await(const OpState& op, const Signal& signal) const;
+  Status await_ack(const OpState& op, std::int32_t workspace) const;  // its last readers are done with a forward one
   void publish(const Signal& signal) const;
+
+  // The lowest rank whose signal has one of the bits of `mask` in its value; -1: none. Valid as find_refusal.
+  std::int32_t find_said(const Signal& signal, std::uint32_t mask) const;
 
   // Whether the signal of some rank carries a refusal: fills `outcome` with the lowest such rank and counts it. Valid
   // between the wait for the signal and this rank's next signal, until which no peer can overwrite the cells.
@@ -65,12 +69,17 @@ void check_dispatch(const Context& context, const DispatchCall& call);
 void check_combine(const Context& context, const CombineCall& call);
 void check_combine_backward(const Context& context, const DispatchCall& call);
 void check_dispatch_backward(const Context& context, const CombineCall& call);
+void check_stash(const Context& context, const StashCall& call);
 Status run_route(Context& context, const OpState& op, const RouteCall& call, Outcome* outcome);
 Status run_dispatch(Context& context, const OpState& op, const DispatchCall& call, Outcome* outcome);
 Status run_combine(Context& context, const OpState& op, const CombineCall& call, Outcome* outcome);
 Status run_combine_backward(Context& context, const OpState& op, const DispatchCall& call, Outcome* outcome);
 Status run_dispatch_backward(Context& context, const OpState& op, const CombineCall& call, Outcome* outcome);
-void run_weight_grad(const Context& context, const WeightGradCall& call);
-void run_decode(const Context& context, const DecodeCall& call);
+Status run_weight_grad(const Context& context, const WeightGradCall& call);
+Status run_decode(const Context& context, const DecodeCall& call);
+Status run_stash(const Context& context, const StashCall& call);
+
+// A frame returns the pages that it has and takes those for the rows that it received. False: there were too few.
+bool take_pages(const Context& context, std::int32_t frame);
 
 }  // namespace epbuf

@@ -44,6 +44,12 @@ void ControlBlock::record_overflow(std::int64_t max_demand_rows, std::int32_t ma
   control_->max_demand_rank = max_demand_rank;
 }
 
+void ControlBlock::record_full_stash(std::int32_t rank) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  ++control_->num_stash_overflows;
+  control_->stash_rank = rank;
+}
+
 void ControlBlock::count_early_reuse() {
   const std::lock_guard<std::mutex> guard(mutex_);
   ++control_->num_early_reuses;

@@ -27,6 +27,7 @@ class ControlBlock {
   void record_refusal(Op op, std::int32_t rank, std::uint32_t refusal);
   void record_bad_ids(const BadIds& bad);
   void record_overflow(std::int64_t max_demand_rows, std::int32_t max_demand_rank);
+  void record_full_stash(std::int32_t rank);
   void count_early_reuse();
   void count_staged_bytes(std::int64_t bytes);
   Control snapshot() const;

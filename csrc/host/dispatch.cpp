@@ -171,6 +171,16 @@ void note_open(Context& context, const DispatchCall& call) {
   if (call.expects_open != 0 && context.frame_counters(call.frame).open == 0) context.control().count_early_reuse();
 }
 
+// Some rank has too few pages for what it received: flagged on all, as an overflow of its capacity is.
+void note_full_stash(Context& context, const DispatchCall& call, const Signal& arrived, Outcome* outcome) {
+  const std::int32_t rank = context.find_said(arrived, kStashFull);
+  if (rank < 0) return;
+  outcome->overflow = 1;
+  outcome->stash_rank = rank;
+  context.control().record_full_stash(rank);
+  *context.windows().own<float>(context.frame(call.frame).overflow) = 1.0f;
+}
+
 // The peers that read this workspace's gradients last are done with them.
 Status await_grad_ack(const Context& context, const OpState& op, std::int32_t workspace) {
   const std::uint32_t last_use = context.backward_counters(workspace).last_ready;
@@ -192,10 +202,15 @@ void check_combine_backward(const Context& context, const DispatchCall& call) {
 // unusable only now.
 Status run_dispatch(Context& context, const OpState& op, const DispatchCall& call, Outcome* outcome) {
   const FrameOffsets& frame = context.frame(call.frame);
-  if (call.refusal == kRefusalNone) push_all(context, call, context.forward_target(call));
-  const Signal arrived{kPhaseArrived, frame.arrived_cells, context.frame_counters(call.frame).round, call.refusal};
+  std::uint32_t said = call.refusal;
+  if (call.refusal == kRefusalNone) {
+    push_all(context, call, context.forward_target(call));
+    if (frame.stash_table >= 0 && !take_pages(context, call.frame)) said = kStashFull;
+  }
+  const Signal arrived{kPhaseArrived, frame.arrived_cells, context.frame_counters(call.frame).round, said};
   EPBUF_TRY(context.exchange(op, arrived));
   if (context.find_refusal(op, arrived, outcome)) return kRefused;
+  if (frame.stash_table >= 0) note_full_stash(context, call, arrived, outcome);
   tile_scales(context, call.frame, context.forward_target(call));
   if (call.repeats == 0) context.frame_counters(call.frame).open = 1;
   return kOk;
@@ -218,7 +233,7 @@ Status run_combine_backward(Context& context, const OpState& op, const DispatchC
   return kOk;
 }
 
-void run_decode(const Context& context, const DecodeCall& call) {
+Status run_decode(const Context& context, const DecodeCall& call) {
   const Geometry& g = context.geometry();
   const RowFormat& format = call.is_grad != 0 ? g.grad : g.recv;
   EPBUF_CHECK(is_quantised(format), "rows of format ", format.format, " were to be decoded");
@@ -230,6 +245,7 @@ void run_decode(const Context& context, const DecodeCall& call) {
     const EncodedRow from{rows.data(row), rows.scales(row), row_scales != nullptr ? row_scales[row] : 0.0f};
     codec(g.token_dtype).decode(format.format, from, out, g.hidden);
   }
+  return kOk;
 }
 
 }  // namespace epbuf

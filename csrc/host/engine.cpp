@@ -43,7 +43,7 @@ Outcome HostEngine::run_local(Body body) {
   const std::lock_guard<std::mutex> guard(op_mutex_);
   Outcome outcome = empty_outcome();
   outcome.status = context_.control().poisoned() ? kPoisoned : kOk;
-  if (outcome.status == kOk) body();
+  if (outcome.status == kOk) outcome.status = body();
   return outcome;
 }
 
@@ -78,11 +78,16 @@ Outcome HostEngine::dispatch_backward(const CombineCall& call) {
 }
 
 Outcome HostEngine::weight_grad(const WeightGradCall& call) {
-  return run_local([&] { run_weight_grad(context_, call); });
+  return run_local([&] { return run_weight_grad(context_, call); });
 }
 
 Outcome HostEngine::decode(const DecodeCall& call) {
-  return run_local([&] { run_decode(context_, call); });
+  return run_local([&] { return run_decode(context_, call); });
+}
+
+Outcome HostEngine::stash(const StashCall& call) {
+  check_stash(context_, call);
+  return run_local([&] { return run_stash(context_, call); });
 }
 
 Control HostEngine::control() const { return context_.control().snapshot(); }

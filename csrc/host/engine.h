@@ -26,6 +26,7 @@ class HostEngine {
   Outcome dispatch_backward(const CombineCall& call);
   Outcome weight_grad(const WeightGradCall& call);  // local
   Outcome decode(const DecodeCall& call);           // local
+  Outcome stash(const StashCall& call);             // local, but for the wait for ACK before rows are restored
 
   Control control() const;
   std::vector<Progress> progress() const;  // of every rank, as last seen here

@@ -235,13 +235,6 @@ class Router {
   std::int64_t* next_row_;  // [E] route_base: the row that this rank's next token for an expert takes
 };
 
-// The peers that read this workspace last are done with it. Before COUNT, which says so of our own readers.
-Status await_ack(const Context& context, const OpState& op, std::int32_t workspace) {
-  if (workspace < 0) return kOk;
-  const std::uint32_t last_use = context.forward_counters(workspace).use;
-  return context.await(op, {kPhaseAck, context.forward(workspace).ack_cells, last_use, 0});
-}
-
 bool find_refusal(Context& context, const OpState& op, const CountMatrix& counts, Outcome* outcome) {
   for (std::int32_t rank = 0; rank < context.geometry().num_ranks; ++rank) {
     const std::uint32_t refusal = counts.header(rank, kHeaderRefusal);
@@ -262,7 +255,7 @@ void check_route(const Context& context, const RouteCall& call) {
 }
 
 Status run_route(Context& context, const OpState& op, const RouteCall& call, Outcome* outcome) {
-  EPBUF_TRY(await_ack(context, op, call.workspace));
+  if (call.workspace >= 0) EPBUF_TRY(context.await_ack(op, call.workspace));  // COUNT says it of our own readers
   const std::uint32_t round = ++context.frame_counters(call.frame).round;
   const bool refuses = call.refusal != kRefusalNone;
   const CountMatrix counts(context, call.frame);

@@ -35,12 +35,16 @@ struct Shape {
   std::int32_t ranks, tokens, topk, hidden, local_experts, alignment;
   std::int64_t capacity;
   TokenDtype dtype = kFp32;
-  bool save_recv = true;
+  bool save_recv = true;  // false: rows are stashed in pages
   std::uint64_t timeout_us = 60000000;
   std::int32_t frames = 2, workspaces = 2;
 
   std::int32_t experts() const { return ranks * local_experts; }
   std::int64_t row_bytes() const { return static_cast<std::int64_t>(hidden) * (dtype == kFp32 ? 4 : 2); }
+  std::int32_t pages_per_frame() const { return static_cast<std::int32_t>((capacity + kPageRows - 1) / kPageRows); }
+  std::int32_t num_pages() const { return save_recv ? 0 : frames * pages_per_frame(); }
+
+  static constexpr std::int32_t kPageRows = 4;
 };
 
 class Layout {
@@ -107,7 +111,10 @@ class Bed {
               cells(),
               layout_.add(shape_.frames * 16),
               layout_.add(shape_.workspaces * 8),
-              layout_.add(shape_.workspaces * 8)};
+              layout_.add(shape_.workspaces * 8),
+              layout_.add(sizeof(StashCounters)),
+              layout_.add(shape_.num_pages() * 4),
+              layout_.add(shape_.num_pages() * Shape::kPageRows * shape_.row_bytes())};
   }
 
   FrameOffsets lay_frame() {
@@ -121,6 +128,7 @@ class Bed {
     frame.overflow = layout_.add(4);
     frame.recv_topk_weights = layout_.add(shape_.capacity * 4);
     frame.recv_tokens = shape_.save_recv ? rows() : -1;
+    frame.stash_table = shape_.save_recv ? -1 : layout_.add(8 + shape_.pages_per_frame() * 4);
     return frame;
   }
 
@@ -151,6 +159,8 @@ class Bed {
     auto* memory = static_cast<std::byte*>(std::aligned_alloc(256, nbytes));
     std::memset(memory, 0, nbytes);
     for (const std::int64_t guard : layout_.guards()) std::memset(memory + guard, Layout::kGuard, Layout::kGuardBytes);
+    auto* free_pages = reinterpret_cast<std::int32_t*>(memory + arena_.stash_free);
+    for (std::int32_t page = 0; page < shape_.num_pages(); ++page) free_pages[page] = page;
     windows_.emplace_back(memory);
   }
 
@@ -174,6 +184,7 @@ class Bed {
     g.capacity_rows = shape_.capacity;
     g.token_row_bytes = shape_.row_bytes();
     g.timeout_us = shape_.timeout_us;
+    g.stash = {shape_.num_pages(), Shape::kPageRows, Shape::kPageRows * shape_.row_bytes(), 0, 0};
     return g;
   }
 
@@ -390,11 +401,14 @@ class Rank {
     expect_ok(bed_.engine(rank_).dispatch(dispatch_call(f, w, x_)), "dispatch");
     check_received(f, w);
     run_combine(f, w);
+    workspace_ = w;
+    if (!shape_.save_recv) move_rows(f, kStashRows, false);
   }
 
   void backward(std::int32_t f, std::int32_t v) {
     const bool has_combine_backward = round_ % 4 < 2;
     if (has_combine_backward) run_combine_backward(f, v);
+    if (has_combine_backward && !shape_.save_recv) check_restored(f);
     run_dispatch_backward(f, v, has_combine_backward);
   }
 
@@ -495,6 +509,25 @@ class Rank {
       expect_row(bed_.at<std::byte>(rank_, bed_.recv_tokens(f, w)) + index * shape_.row_bytes(), "recv_tokens", index,
                  [&](std::int64_t h) { return o.src < 0 ? 0.0f : input(o.src, o.token, h); });
       expect(weights[row] == (o.src < 0 ? 0.0f : model_.weight(o)), "recv_topk_weights[", row, "] in round ", round_);
+    }
+  }
+
+  void move_rows(std::int32_t f, StashMove move, bool returns_pages) {
+    StashCall call{};
+    call.frame = f;
+    call.workspace = workspace_;
+    call.move = move;
+    call.returns_pages = returns_pages ? 1 : 0;
+    expect_ok(bed_.engine(rank_).stash(call), "stash");
+  }
+
+  // Twice, as with a graph that is retained. Without a combine backward the pages wait for the frame's next dispatch.
+  void check_restored(std::int32_t f) {
+    for (const bool is_last : {false, true}) {
+      std::byte* received = bed_.at<std::byte>(rank_, bed_.recv_tokens(f, workspace_));
+      std::memset(received, 0xFF, rows().size() * static_cast<std::size_t>(shape_.row_bytes()));
+      move_rows(f, kRestoreRows, is_last);
+      check_received(f, workspace_);
     }
   }
 
@@ -614,6 +647,7 @@ class Rank {
   const Shape& shape_;
   std::int32_t rank_;
   std::uint32_t round_;
+  std::int32_t workspace_ = 0;  // of the forward
   Model model_;
   Rows x_, y_, dx_;
   std::vector<float> dw_;
@@ -640,7 +674,9 @@ void run_rounds(Bed& bed, std::uint32_t num_rounds) {
       second.backward(1, 0);
       first.backward(0, workspace);
     }
-    expect(bed.engine(rank).control().num_early_reuses == 0, "early reuses on rank ", rank);
+    const Control control = bed.engine(rank).control();
+    expect(control.num_early_reuses == 0, "early reuses on rank ", rank);
+    expect(control.num_stash_overflows == 0, "pages were missing on rank ", rank);
   });
 }
 
