@@ -134,9 +134,9 @@ def dispatch(
         PeerTimeoutError: a rank did not arrive.
     """
     arena = _arena(lease)
-    if torch.compiler.is_compiling() and arena.policies[lease.frame] != "keep":
+    if torch.compiler.is_compiling() and (policy := arena.policies[lease.frame]) != "keep":
         raise ConfigError(
-            f'recv_policy="{arena.policies[lease.frame]}" inside torch.compile: compiled code would read the rows of the first dispatch; '
+            f'recv_policy="{policy}" inside torch.compile: compiled code would read the rows of the first dispatch; '
             "call the layer outside the compiled function, or compile the experts alone"
         )
     scales, row_scales = x_scales if isinstance(x_scales, tuple) and len(x_scales) == 2 else (x_scales, None)

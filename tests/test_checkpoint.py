@@ -132,11 +132,64 @@ def test_hundred_steps_on_a_frame_per_layer(num_ranks: int, mode: str) -> None:
         assert_equal_steps(got, want)
 
 
-def test_rows_that_are_not_kept_are_dispatched_again() -> None:
-    """recv_policy="recompute" brings rows back for the experts' backward, whichever pass they came from."""
+@pytest.mark.parametrize("policy", ["recompute", "stash"])
+@pytest.mark.parametrize("mode", ["selective", "nothing_of_ours"])
+def test_rows_that_are_not_kept_come_back(mode: str, policy: str) -> None:
+    """Rows that the experts' backward reads come back, whichever pass they came from."""
     case, plain = without(2)
-    for got, want in zip(virtual(2, steps, case, "selective", 3, "recompute"), plain, strict=True):
+    for got, want in zip(virtual(2, steps, case, mode, 3, policy), plain, strict=True):
         assert_equal_steps(got, want[:3])
+
+
+def _of_policy(
+    arena: epbuf.Arena, policy: Any, x: Tensor, inputs: Inputs, weights: Tensor, experts: Tensor
+) -> Tensor:  # fmt: skip
+    with arena.acquire(recv_policy=policy) as lease:
+        y = run_experts(lease, x, inputs, weights, experts)
+        assert arena.policies[lease.frame] == policy
+        return y
+
+
+def _mixed(rank: int, group: Any, case: Case, layer: Layer) -> list[list[Tensor]]:
+    policies = ("keep", "recompute", "stash")
+
+    def forward(batch: Batch, experts: list[Tensor]) -> Tensor:
+        y = batch.x
+        for policy, each in zip(policies, experts, strict=True):
+            y = layer(arena, policy, y, batch.inputs, batch.weights, each)
+        return y
+
+    with open_arena(case, group, policies) as arena:
+        return _train(arena, forward, draw_inputs(case, rank, True), case, 3)
+
+
+@pytest.mark.parametrize("saved", [ROUTE, torch.ops.aten.where.self], ids=["route", "nothing_of_ours"])
+def test_both_passes_take_frames_of_the_policy(saved: Any) -> None:
+    """Where layers differ the second pass has a frame of the policy that was asked for, its own or the saved one."""
+    case, plain = without(2)
+    for got, want in zip(virtual(2, _mixed, case, saving(saved, layer=_of_policy)), plain, strict=True):
+        assert_equal_steps(got, want[:3])
+
+
+def _pages(rank: int, group: Any, case: Case, layer: Layer) -> int:
+    def forward(batch: Batch, experts: list[Tensor]) -> Tensor:
+        y = batch.x
+        for each in experts:
+            y = layer(arena, y, batch.inputs, batch.weights, each)
+        return y
+
+    with open_arena(case, group, "stash") as arena:
+        _train(arena, forward, draw_inputs(case, rank, True), case, 3)
+        assert int(arena.region("stash_counters")[1]) == 0  # the backward has given all pages back
+        return arena.stash_peak_rows()
+
+
+def test_second_pass_takes_the_pages_of_the_first() -> None:
+    """A dispatch that is repeated wants no more pages than one that is not."""
+    case = named_case("some_negative", 2, 16, "fp32")
+    peaks = virtual(2, _pages, case, run_layer)
+    assert min(peaks) > 0
+    assert virtual(2, _pages, case, saving(ROUTE)) == peaks
 
 
 def _refused(rank: int, group: Any, case: Case, layer: Layer, policy: str) -> str:
@@ -153,6 +206,8 @@ def _refused(rank: int, group: Any, case: Case, layer: Layer, policy: str) -> st
     ("saved", "policy", "says"),
     [
         pytest.param((ROUTE, DISPATCH, COMBINE), "recompute", "ROUTE alone", id="rows_are_gone"),
+        pytest.param((ROUTE, DISPATCH, COMBINE), "stash", "ROUTE alone", id="rows_are_stashed"),
+        pytest.param((ROUTE, COMBINE), "stash", "the combine and not its dispatch", id="stash_is_not_filled"),
         pytest.param((ROUTE, DISPATCH), "keep", "save all three ops", id="combine_is_not_saved"),
         pytest.param((DISPATCH, COMBINE), "keep", "the dispatch and not its route", id="route_is_not_saved"),
         pytest.param((ROUTE, COMBINE), "keep", "the combine and not its dispatch", id="dispatch_is_not_saved"),
@@ -188,17 +243,20 @@ def test_lease_acquired_around_a_selective_checkpoint() -> None:
         assert_equal_steps(got, want[:5])
 
 
-def _reads_region(arena: epbuf.Arena, x: Tensor, inputs: Inputs, weights: Tensor, experts: Tensor) -> Tensor:
+def _reads_region(
+    name: str, arena: epbuf.Arena, x: Tensor, inputs: Inputs, weights: Tensor, experts: Tensor
+) -> Tensor:  # fmt: skip
     with arena.acquire() as lease:
-        assert lease.recv_tokens.shape == (arena.plan.capacity_rows, x.shape[1])
+        assert getattr(lease, name).shape == arena.region(name).shape
         return run_experts(lease, x, inputs, weights, experts)
 
 
-def test_second_pass_has_regions_after_dispatch_only() -> None:
+@pytest.mark.parametrize("name", ["recv_tokens", "offs"])
+def test_second_pass_has_regions_after_dispatch_only(name: str) -> None:
     """Which frame a lease has is known when the saved route comes; regions say so before."""
     case = named_case("some_negative", 1, 16, "fp32")
-    (message,) = virtual(1, _refused, case, saving(ROUTE, layer=_reads_region), "keep")
-    assert "recv_tokens" in message and "after dispatch" in message
+    (message,) = virtual(1, _refused, case, saving(ROUTE, layer=partial(_reads_region, name)), "keep")
+    assert name in message and "after dispatch" in message
 
 
 def _squared(arena: epbuf.Arena, x: Tensor, inputs: Inputs, weights: Tensor, experts: Tensor) -> Tensor:
@@ -224,7 +282,7 @@ def test_saved_combine_gives_nan_to_what_needs_it_again() -> None:
 
 
 def captured_steps(
-    rank: int, group: Any, case: Case, mode: str, device: str = "cpu", window: str = "auto"
+    rank: int, group: Any, case: Case, mode: str, device: str = "cpu", window: str = "auto", policy: str = "keep"
 ) -> list[list[Tensor]]:  # fmt: skip
     """Replay a captured step of three layers on the batches of `steps`."""
     inputs = draw_inputs(case, rank, True, device)
@@ -236,7 +294,7 @@ def captured_steps(
             y = MODES[mode](arena, y, batch, weights, each)
         return [y.detach(), *torch.autograd.grad(y, [x, weights, *experts], inputs.dy)]
 
-    with open_arena(case, group, "keep", NUM_LAYERS, device=device, window=window) as arena:
+    with open_arena(case, group, policy, NUM_LAYERS, device=device, window=window) as arena:
         experts = [experts_of(arena, layer) for layer in range(NUM_LAYERS)]
         batches = [Batch(inputs, number, case) for number in range(5)]
         values = [(batch.x.detach(), batch.weights.detach(), batch.inputs.topk_idx) for batch in batches]
@@ -251,6 +309,13 @@ def test_captured_checkpoints(mode: str) -> None:
     """Replays of a step with checkpoints equal an eager step without, to the bit."""
     case, plain = without(2)
     for got, want in zip(virtual(2, captured_steps, case, mode), plain, strict=True):
+        assert_equal_steps(got, want[:5])
+
+
+def test_captured_checkpoints_that_stash() -> None:
+    """The same of rows that the second pass has stashed."""
+    case, plain = without(2)
+    for got, want in zip(virtual(2, partial(captured_steps, policy="stash"), case, "selective"), plain, strict=True):
         assert_equal_steps(got, want[:5])
 
 

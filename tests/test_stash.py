@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from ranks import raised, virtual
 from routings import base_config
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epbuf
 from epbuf.config import EpConfig, Payload
 from epbuf.errors import CapacityError, ConfigError, LeaseError
+from epbuf.ops import ROUTE
 from epbuf.plan import STASH_PAGE_ROWS
 from epbuf.schedule import Schedule
 
@@ -359,6 +362,48 @@ def test_quantised_rows_come_back_with_their_scales(payload: Any, num_ranks: int
     kept = virtual(num_ranks, bytes_read, config, "keep")
     for got, want in zip(virtual(num_ranks, bytes_read, config, "stash"), kept, strict=True):
         assert want[0] != want[1] and min(want) > 0
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def checkpointed(
+    rank: int, group: Any, config: EpConfig, policy: Any, saved: Sequence[Any] | None, stash_rows: int | None
+) -> tuple[list[Tensor], int]:  # fmt: skip
+    """Run three layers, all in one checkpoint that saves what some ops give; None: without a checkpoint."""
+
+    def stack(x: Tensor, *factors: Tensor) -> Tensor:
+        for number, factor in enumerate(factors):
+            x = layer(arena, x, ids(number, config, rank), factor, frame=number)
+        return x
+
+    x = whole(rank, NUM_TOKENS, 16).requires_grad_()
+    factors = [whole(number, 16).requires_grad_() for number in range(3)]
+    with open_arena(group, config, policy, 3, stash_rows) as arena:
+        for _ in range(2):
+            if saved is None:
+                y = stack(x, *factors)
+            else:
+                contexts = partial(create_selective_checkpoint_contexts, list(saved))
+                y = checkpoint(stack, x, *factors, use_reentrant=False, context_fn=contexts)
+            found = torch.autograd.grad(y, [x, *factors], whole(9, *y.shape))
+            if "stash" in policy:
+                assert_all_free(arena)
+        assert arena.report()["num_stash_overflows"] == 0
+        return [y.detach(), *found], arena.stash_peak_rows()
+
+
+@pytest.mark.parametrize("saved", [[ROUTE], [torch.ops.aten.where.self]], ids=["route", "nothing_of_ours"])
+@pytest.mark.parametrize("policy", ["stash", MIXED], ids=["stash", "mixed"])
+def test_selective_checkpoints_over_several_layers(policy: Any, saved: Sequence[Any]) -> None:
+    """The second pass stashes rows of all layers before the first backward reads them, in the pages of the first."""
+    config = config_of(2)
+    kept = virtual(2, checkpointed, config, "keep", None, None)
+    peak = max(rows for _, rows in virtual(2, checkpointed, config, policy, None, None))
+    assert peak > 0
+    for (got, rows), (want, _) in zip(virtual(2, checkpointed, config, policy, saved, peak), kept, strict=True):
+        assert rows <= peak
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

@@ -23,10 +23,11 @@ def test_hundred_steps_on_a_frame_per_layer(pool: GpuPool, num_ranks: int, windo
 
 
 @FEW
-def test_rows_that_are_not_kept_are_dispatched_again(pool: GpuPool, num_ranks: int, window: str) -> None:
+@pytest.mark.parametrize("policy", ["recompute", "stash"])
+def test_rows_that_are_not_kept_come_back(pool: GpuPool, num_ranks: int, window: str, policy: str) -> None:
     case = named_case("some_negative", num_ranks, 16, "fp32")
     plain = pool.run(num_ranks, programs.steps, case, "without", 3, "keep", "cuda", window)
-    found = pool.run(num_ranks, programs.steps, case, "selective", 3, "recompute", "cuda", window)
+    found = pool.run(num_ranks, programs.steps, case, "selective", 3, policy, "cuda", window)
     for got, want in zip(found, plain, strict=True):
         programs.assert_equal_steps(got, want)
 
