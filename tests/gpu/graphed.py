@@ -12,7 +12,7 @@ from torch import Tensor
 
 import epbuf
 
-PLAIN, WEIGHTED, WEIGHTED_RANDOM = (False, False), (True, True), (True, False)  # (weighted, whole numbers)
+VARIANTS = PLAIN, WEIGHTED, WEIGHTED_RANDOM = (False, False), (True, True), (True, False)  # (weighted, whole numbers)
 
 
 def warmed(function: Callable[[], Any]) -> torch.cuda.Stream:
@@ -54,9 +54,10 @@ class GraphedRound:
         return self._outputs
 
 
-def compare_eager(arena: epbuf.Arena, rank: int, cases: Sequence[Case]) -> int:
+def compare_eager(
+    arena: epbuf.Arena, rank: int, cases: Sequence[Case], variants: Sequence[tuple[bool, bool]] = VARIANTS
+) -> int:  # fmt: skip
     """Play every case in eager calls; return the number of rounds."""
-    variants = (PLAIN, WEIGHTED, WEIGHTED_RANDOM)
     for case in cases:
         for weighted, whole in variants:
             got = play_round(arena, draw_inputs(case, rank, whole, "cuda"), weighted)

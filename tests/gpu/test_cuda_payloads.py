@@ -33,20 +33,20 @@ import epbuf
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 
-def _on_cpu(result: Any) -> Any:
+def on_cpu(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result.cpu()
-    return [_on_cpu(part) for part in result] if isinstance(result, list) else result
+    return [on_cpu(part) for part in result] if isinstance(result, list) else result
 
 
-def rounds_here(rank: int, group: Any, window: str, cases: list[tuple[Case, bool]]) -> list[dict[str, Any]]:
+def _rounds(rank: int, group: Any, window: str, cases: list[tuple[Case, bool]]) -> list[dict[str, Any]]:
     results = []
     for case, weighted in cases:
         inputs = draw_inputs(case, rank, False, "cuda")
         with open_arena(group, window, case.config) as arena:
             round_of(arena, inputs, weighted)
             got = round_of(arena, inputs, weighted)
-            results.append({name: _on_cpu(value) for name, value in got.items()})
+            results.append({name: on_cpu(value) for name, value in got.items()})
             arena.check()
     return results
 
@@ -63,7 +63,7 @@ def _cases(word: str, num_ranks: int) -> list[tuple[Case, bool]]:
 def test_rounds_equal_the_reference(pool: GpuPool, num_ranks: int, window: str, word: str) -> None:
     """Data, scales and row scales, padding 0, nothing behind the zones, gradients of both directions: to the bit."""
     cases = _cases(word, num_ranks)
-    results = pool.run(num_ranks, rounds_here, window, cases)
+    results = pool.run(num_ranks, _rounds, window, cases)
     for number, (case, weighted) in enumerate(cases):
         assert_round(case, [rank[number] for rank in results], weighted)
 
@@ -106,7 +106,7 @@ def test_raw_bytes_are_forwarded(pool: GpuPool, num_ranks: int, window: str, sca
 
 def _replayed(rank: int, group: Any, window: str, case: Case) -> list[tuple[list[Tensor], list[Tensor]]]:
     with open_arena(group, window, case.config) as arena:
-        return [(_on_cpu(eager), _on_cpu(replayed)) for eager, replayed in eager_and_replayed(arena, case)]
+        return [(on_cpu(eager), on_cpu(replayed)) for eager, replayed in eager_and_replayed(arena, case)]
 
 
 @places((1, "local"), (2, "torch_symm"))
