@@ -166,6 +166,7 @@ void CudaEngine::warm_up() const {
   load_signal();
   load_dispatch();
   load_encode();
+  load_tile();
   load_combine();
   load_weight();
   load_stash();

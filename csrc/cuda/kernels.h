@@ -38,6 +38,7 @@ void load_route_exchange();
 void load_signal();
 void load_dispatch();
 void load_encode();
+void load_tile();
 void load_combine();
 void load_weight();
 void load_stash();
