@@ -200,7 +200,8 @@ def planned_for_another_model(rank: int, group: Any) -> str:
         num_ranks=2, num_experts=16, num_topk=2, hidden=64, max_tokens_per_rank=64, token_dtype="fp32",
         expert_alignment=8,
     )  # fmt: skip
-    with stand_ins(), megatron.install(epbuf.Plan.build(other)):
+    plan = epbuf.Plan.build(other, epbuf.Schedule.sequential(2), recv_policy=("keep", "recompute"))
+    with stand_ins(), megatron.install(plan):
         groups = groups_of(group)
         model = Layers(make_config(groups, **FLEX), groups)
         manager = model.layers[0].token_dispatcher._comm_manager
@@ -211,7 +212,8 @@ def planned_for_another_model(rank: int, group: Any) -> str:
 def test_a_layer_that_does_not_fit_the_plan_names_every_difference(pool: Pool) -> None:
     for refused in pool.run(2, planned_for_another_model):
         for words in ("num_experts: the plan has 16, the layer 8", "hidden: the plan has 64, the layer 32",
-                      "expert_alignment: the plan has 8, no multiple of the layer's 16"):  # fmt: skip
+                      "expert_alignment: the plan has 8, no multiple of the layer's 16",
+                      "recv_policy: the plan's layers differ"):  # fmt: skip
             assert words in refused
 
 
