@@ -132,7 +132,7 @@ def lazily_opened(rank: int, group: Any, route: str) -> dict[str, Any]:
         del y
         parallel_state.destroy_model_parallel()
         closed = arena.is_closed and installation.arena is None
-        stale = raised(Exception, lambda: arena.acquire())
+        stale = raised(LeaseError, arena.acquire)
     return {"before": before, "allocations": allocations, "closed": closed, "plan": plan, "stale": stale}
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from ranks import Pool, raised
 
+from epbuf.errors import StaleGraphError
+
 FACTOR = {"moe_expert_rank_capacity_factor": 0.75}
 TOKENS = {"lengths": (32,)}  # 64 tokens a rank: the factor is of whole chunks of 64
 
@@ -94,7 +96,7 @@ def validation_overflow(rank: int, group: Any) -> dict[str, Any]:
             "held": [graph["generation"] for graph in report["graphs"]],
             "same memory": not before.is_closed and before.region("recv_tokens").data_ptr() == address,
             "differs": (y - eager).abs().max().item(),
-            "stale": raised(Exception, lambda: training(*draw_batches(rank, 2, 1)[0])),
+            "stale": raised(StaleGraphError, lambda: training(*draw_batches(rank, 2, 1)[0])),
         }
         training.close()
         with torch.no_grad():
