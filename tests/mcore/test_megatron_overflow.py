@@ -117,6 +117,23 @@ def test_validation_overflow_keeps_what_the_training_graph_holds(pool: Pool) -> 
         assert found["afterwards"] == [1]
 
 
+def stash_that_is_too_small(rank: int, group: Any) -> tuple[float, int, int]:
+    """Train over a stash of one page, which two layers need one of each; nothing else limits the rows."""
+    from programs import Case, compare
+
+    case = Case(plan={"recv_policy": "stash", "stash_rows": 1})
+    difference, _, report = compare(rank, group, case)
+    return difference, report["generation"], report["stash_rows"]
+
+
+def test_a_stash_that_is_too_small_grows_where_no_row_may_be_dropped(pool: Pool) -> None:
+    """Without a capacity factor, as for a capacity: weight gradients are those over the alltoall dispatcher."""
+    for difference, generation, stash_rows in pool.run(2, stash_that_is_too_small):
+        assert difference == 0.0
+        assert generation == 1
+        assert stash_rows == 2 * 128
+
+
 def dropped(rank: int, group: Any) -> dict[str, Any]:
     import torch
     from programs import Case, draw_batches, epbuf_model, stand_ins
