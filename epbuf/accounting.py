@@ -156,10 +156,8 @@ def _push(plan: Plan, payload: Payload, rows: tuple[int, int, int], *, has_weigh
     tokens, kept, padding = rows
     config = plan.config
     row_bytes = payload.row_bytes_for(config.hidden, config.token_dtype)
-    wire_bytes, lying_bytes = (
-        payload.wire_scale_row_bytes_for(config.hidden),
-        payload.scale_row_bytes_for(config.hidden),
-    )
+    wire_bytes = payload.wire_scale_row_bytes_for(config.hidden)
+    tiled_bytes = payload.scale_row_bytes_for(config.hidden)
     scale_bytes = wire_bytes + (_ROW_SCALE_BYTES if payload.format == "nvfp4" else 0)
     is_raw = payload.format == "raw"  # the caller encoded the rows, and their scales are read with them
     num_slots = tokens * config.num_topk
@@ -169,7 +167,7 @@ def _push(plan: Plan, payload: Payload, rows: tuple[int, int, int], *, has_weigh
         weights=(num_slots + kept + padding) * _WEIGHT_BYTES if has_weights else 0,
         padding=padding * (row_bytes + scale_bytes),
         slots=num_slots * _SLOT_BYTES,
-        tiling=(kept + padding) * (wire_bytes + lying_bytes) if payload.scale_layout == "blocked" else 0,
+        tiling=(kept + padding) * (wire_bytes + tiled_bytes) if payload.scale_layout == "blocked" else 0,
     )
 
 

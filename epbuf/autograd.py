@@ -439,18 +439,22 @@ def _forward_combine(
     if torch.compiler.is_compiling():
         ops.COMBINE(arena.order, y, lease.token, lease.ticket, expert_out, topk_weights, has_backward)
         return y
-    state = None if lease.ticket is None else ops.state_of(lease.ticket)[1]
-    was_combined = state is not None and state.combined
+    was_combined = lease.ticket is not None and ops.state_of(lease.ticket)[1].combined
     ops.COMBINE(arena.order, y, lease.token, lease.ticket, expert_out, topk_weights, has_backward)
-    assert state is not None, "combine refuses a lease without a ticket"
-    if not state.combined:
-        raise LeaseError(f"a selective checkpoint has saved the combine and not its dispatch: {SAVE_ALL_OPS}")
-    if was_combined and out is None:
+    _require_combined(lease)
+    if was_combined and out is None:  # this one did not run: y must not look right
         with _disable_current_modes():  # the checkpoint knows ops of its first pass only
-            y.fill_(torch.nan)  # y of a combine that did not run must not look right
+            y.fill_(torch.nan)
     if lease.released:  # a second pass on a lease of the first one
         lease.ticket = None
     return y
+
+
+def _require_combined(lease: Lease) -> None:
+    """Refuse a combine that a selective checkpoint has saved, so that it did not run, without its dispatch."""
+    assert lease.ticket is not None, "combine refuses a lease without a ticket"
+    if not ops.state_of(lease.ticket)[1].combined:
+        raise LeaseError(f"a selective checkpoint has saved the combine and not its dispatch: {SAVE_ALL_OPS}")
 
 
 def _arena(lease: Lease) -> Generation:

@@ -111,11 +111,14 @@ class Engine(Protocol):
     def decode(self, place: Place, rows: Encoded, out: torch.Tensor, *, is_grad: bool) -> None:
         """Turn received rows below offs[-1] back into the token dtype."""
 
-    def stash(self, place: Place, *, copies: bool) -> None:
-        """Copy received rows into the pages that their dispatch took, or give the pages back without. Local."""
+    def stash(self, place: Place) -> None:
+        """Copy received rows into the pages that their dispatch took. Local."""
+
+    def return_pages(self, place: Place) -> None:
+        """Free the pages that a dispatch took and no backward will read. Local."""
 
     def restore(self, place: Place, *, returns_pages: bool) -> _C.Outcome:
-        """Copy received rows back into the forward workspace, once its readers are done. Then the pages may go."""
+        """Copy received rows back into the forward workspace, once its readers are done; `returns_pages` frees them."""
 
     def dispatch_backward(
         self, place: Place, grads: tuple[Rows, Rows], out: torch.Tensor | None, out_weights: torch.Tensor | None,
@@ -229,9 +232,11 @@ class NativeEngine:
         call.out, call.num_rows = out.data_ptr(), out.shape[0]
         self.native.decode(call)
 
-    def stash(self, place: Place, *, copies: bool) -> None:
-        move = _C.StashMove.STASH if copies else _C.StashMove.NOTHING
-        self.native.stash(self._stash_call(place, move, returns_pages=not copies))
+    def stash(self, place: Place) -> None:
+        self.native.stash(self._stash_call(place, _C.StashMove.STASH, returns_pages=False))
+
+    def return_pages(self, place: Place) -> None:
+        self.native.stash(self._stash_call(place, _C.StashMove.NOTHING, returns_pages=True))
 
     def restore(self, place: Place, *, returns_pages: bool) -> _C.Outcome:
         return self.native.stash(self._stash_call(place, _C.StashMove.RESTORE, returns_pages=returns_pages))
@@ -462,8 +467,9 @@ def _geometry(plan: Plan, rank: int) -> _C.Geometry:
 
 
 def _stash_format(plan: Plan) -> _C.StashFormat:
+    """Fill in the places of a page's parts; the engine reads none that the payload has not."""
     form = _C.StashFormat()
-    _, *ends = plan.stash_page_offsets
+    _, *ends = plan.stash_page_offsets  # of data, then of those scales that there are
     form.num_pages, form.page_rows, form.page_bytes = plan.num_stash_pages, STASH_PAGE_ROWS, ends[-1]
     form.scales_offset, form.row_scales_offset = ends[0], ends[min(1, len(ends) - 1)]
     return form

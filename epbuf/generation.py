@@ -29,7 +29,9 @@ from epbuf.windows.torch_symm import TorchSymmWindow
 EVENTS = ("num_refusals", "num_overflows", "num_stash_overflows", "num_bad_ids", "num_early_reuses", "staged_bytes")
 """What is counted, and goes on being counted when a generation is gone."""
 
-_RECEIVED = ("recv_tokens", "recv_scales", "recv_row_scales")
+RECEIVED = ("recv_tokens", "recv_scales", "recv_row_scales")
+"""Regions of received rows: data, block scales, row scales."""
+
 _Tensors = dict[tuple[str, Lifetime], dict[int, torch.Tensor]]  # of regions, by name and set
 
 _GRAPH_DEATH_S = 1.0
@@ -171,7 +173,7 @@ class Generation:
         """Return the regions that dispatches of a frame may fill: its own, or those of all forward workspaces."""
         lifetime: Lifetime = "frame" if self.recv_in_frame[frame] else "forward"
         sets = [frame] if lifetime == "frame" else range(self.plan.schedule.num_workspaces)
-        return [r for index in sets for r in self.plan.regions_of(lifetime, index) if r.name in _RECEIVED]
+        return [r for index in sets for r in self.plan.regions_of(lifetime, index) if r.name in RECEIVED]
 
     def moved_grads(self, workspace: int) -> Encoded:
         """Return the regions that combine's backward fills; scales of one byte as uint8."""
@@ -228,7 +230,7 @@ class Generation:
     def lifetime(self, name: str, frame: int) -> Lifetime:
         """Return the lifetime word of a region as a lease of `frame` has it; KeyError if it has none of that name."""
         lifetime = self._lifetimes[name]
-        if name in _RECEIVED:
+        if name in RECEIVED:
             return "frame" if self.recv_in_frame[frame] else "forward"
         if lifetime == "frame" and frame not in self._regions[name, lifetime]:
             raise KeyError(name)
@@ -376,7 +378,7 @@ class Generation:
         return int(self.region("stash_counters")[3]) * STASH_PAGE_ROWS if self.stash_rows else 0
 
     def describe_shortage(self) -> str:
-        """Say how much of what some dispatch so far has found too little of. Reads the device."""
+        """Say which of capacity and stash some dispatch so far has exceeded, and by how much. Reads the device."""
         peak, control = max(self.demand_peaks()), self.engine.control()
         found = []
         if peak > self.capacity_rows:

@@ -708,7 +708,11 @@ class Lease:
 
 
 def _recomputes_selectively() -> bool:
-    """Tell whether a selective checkpoint runs its region again, so that the route to come may be a saved one."""
+    """Tell whether a selective checkpoint runs its region again, so that the route to come may be a saved one.
+
+    Source: torch 2.13, torch/utils/checkpoint.py, `create_selective_checkpoint_contexts`; torch has no public word for
+    it.
+    """
     if not torch._C._len_torch_dispatch_stack():
         return False
     return any(isinstance(mode, _CachedTorchDispatchMode) for mode in _get_current_dispatch_mode_stack())

@@ -34,7 +34,7 @@ from epbuf.checks import (
 )
 from epbuf.engine import Encoded, Place, Rows, peer_error
 from epbuf.errors import CapacityError, ConfigError, EpbufError, LeaseError
-from epbuf.generation import Generation, arena_of
+from epbuf.generation import RECEIVED, Generation, arena_of
 from epbuf.lease import (
     NO_CLAIM,
     NO_FRAME,
@@ -69,8 +69,6 @@ _SCHEMAS = (
     "decode(Tensor(a!) out, Tensor ticket, Tensor tokens, Tensor? scales, Tensor? row_scales) -> ()",
 )
 
-
-_RECEIVED = ("recv_tokens", "recv_scales", "recv_row_scales")
 _MOVED_GRADS = ("grad_expert_out", "grad_expert_out_scales", "grad_expert_out_row_scales")
 
 _OK, _REFUSED = int(_C.Status.OK), int(_C.Status.REFUSED)
@@ -170,7 +168,7 @@ def dispatch(
         if state.combined:
             check_sent(arena, sent, frame)
         place.workspace = _claim(arena, frame, "forward")
-        arena.expect_same(_RECEIVED, filled, arena.received(frame, place.workspace))
+        arena.expect_same(RECEIVED, filled, arena.received(frame, place.workspace))
         arena.expect("recv_topk_weights", frame, recv_topk_weights)
 
     place.refusal = attempt.run(check)
@@ -362,7 +360,8 @@ def _pull(
     _settle(arena, outcome, attempt, "combine")
     state.combined = True
     if arena.policies[frame] == "stash":
-        arena.engine.stash(Place(frame, workspace), copies=has_backward)
+        follow = arena.engine.stash if has_backward else arena.engine.return_pages
+        follow(Place(frame, workspace))
         state.versions = tuple(region._version for region in arena.received(frame, workspace).regions)
     book.end_workspace(frame, "forward")
     return y
@@ -428,7 +427,7 @@ def redispatch(
     sent = Tokens(x, topk_idx, topk_weights, x_scales, x_row_scales, num_tokens)
 
     def check() -> None:
-        arena.expect_same(_RECEIVED, filled, arena.received(frame, state.workspace))
+        arena.expect_same(RECEIVED, filled, arena.received(frame, state.workspace))
         place.workspace = _claim(arena, frame, "forward", state.workspace)
 
     place.refusal = attempt.run(check)
@@ -456,7 +455,7 @@ def restore(
     """
     arena, state = state_of(ticket)
     attempt, filled = Attempt(), Encoded(recv_tokens, recv_scales, recv_row_scales)
-    attempt.run(lambda: arena.expect_same(_RECEIVED, filled, arena.received(state.frame, state.workspace)))
+    attempt.run(lambda: arena.expect_same(RECEIVED, filled, arena.received(state.frame, state.workspace)))
     arena.book.touch(state.frame, state.recorded_in)
     outcome = arena.engine.restore(Place(state.frame, state.workspace), returns_pages=is_last)
     torch._C._autograd._unsafe_set_version_counter(filled.regions, state.versions)

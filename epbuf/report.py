@@ -32,7 +32,7 @@ def _heading(report: Mapping[str, Any]) -> Text:
 def _stash(report: Mapping[str, Any]) -> str:
     if not report.get("stash_rows"):
         return ""
-    full = f", too little {report['num_stash_overflows']} times" if report["num_stash_overflows"] else ""
+    full = f", exceeded {report['num_stash_overflows']} time(s)" if report["num_stash_overflows"] else ""
     return f"stash at most {report['stash_peak_rows']} of {report['stash_rows']} rows{full}; "
 
 

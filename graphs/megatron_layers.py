@@ -33,13 +33,15 @@ ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Let Megatron-Core run without a GPU inside the block."""
-    torch._dynamo.config.disable = True  # compiling what it fuses takes longer than running it
+    """Let Megatron-Core run without a GPU inside the block, and anywhere without compiling."""
+    not_compiled = torch._dynamo.config.patch(disable=True)  # compiling what it fuses takes longer than running it
     if torch.cuda.is_available():
-        yield
+        with not_compiled:
+            yield
         return
     nothing: Any = mock.MagicMock()
     with (
+        not_compiled,
         mock.patch.object(torch.cuda, "Stream", lambda *_, **__: nothing),
         mock.patch.object(torch.cuda, "current_stream", lambda *_: nothing),
         mock.patch.object(torch.cuda, "stream", lambda *_: nullcontext()),

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kPagesThreads) pages_kernel(const __grid_const
   unlock_pages(counters);
 }
 
-// One warp: 16 bytes a lane, or zeros from nowhere.
+// One warp copies data of a row, 16 bytes a lane at a time; zeros where `from` is null.
 __device__ __forceinline__ void copy_vecs(const uint4* from, uint4* to, std::int32_t num_vecs, std::uint32_t lane) {
   for (std::int32_t begin = lane; begin < num_vecs; begin += kVecs * kWarpSize) {
     uint4 vecs[kVecs];
@@ -79,7 +79,8 @@ __device__ __forceinline__ void copy_vecs(const uint4* from, uint4* to, std::int
   }
 }
 
-// Scales: of a row as it counts in bytes, which in tiles are not its own, but a page has all rows of a tile.
+// One warp copies scales of a row; zeros where `from` is null. In tiles the bytes at a row's place are those of other
+// rows, too: a page has whole tiles, so that all of them move.
 __device__ __forceinline__ void copy_words(const std::uint32_t* from, std::uint32_t* to, std::int32_t num_words,
                                            std::uint32_t lane) {
   for (std::int32_t w = lane; w < num_words; w += kWarpSize) to[w] = from != nullptr ? from[w] : 0;

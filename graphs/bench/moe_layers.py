@@ -39,20 +39,32 @@ class Shape:
     """What is run.
 
     Attributes:
+        num_layers: MoE layers, one after the other.
+        num_tokens: of each rank.
+        hidden: elements of a token, and of an expert's inner row.
+        num_experts: of one layer over all ranks.
+        num_topk: experts of a token.
         num_rounds: how often each variant is timed.
     """
 
     num_layers: int
-    tokens: int
+    num_tokens: int
     hidden: int
-    experts: int
-    topk: int
+    num_experts: int
+    num_topk: int
     num_rounds: int
 
 
 @dataclass
 class Variant:
-    """One way to move tokens: a step, and what it has cost."""
+    """One way to move tokens: a step, and what it has cost.
+
+    Attributes:
+        step: forward and backward of all layers.
+        window_bytes: of the arena, which torch does not count.
+        torch_bytes: most that torch allocated during a step.
+        micros: microseconds of a layer, one number a round.
+    """
 
     name: str
     step: Callable[[], object]
@@ -65,10 +77,10 @@ def config_options(shape: Shape, device: torch.device) -> dict[str, Any]:
     """Return what all models have in their TransformerConfig."""
     dtype: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16} if device.type == "cuda" else {}
     sizes = {"num_layers": shape.num_layers, "hidden_size": shape.hidden, "ffn_hidden_size": shape.hidden}
-    return {**dtype, **sizes, "num_moe_experts": shape.experts, "moe_router_topk": shape.topk}
+    return {**dtype, **sizes, "num_moe_experts": shape.num_experts, "moe_router_topk": shape.num_topk}
 
 
-def step_of(model: Any, x: Tensor) -> Callable[[Tensor], list[Tensor]]:
+def step_of(model: Any) -> Callable[[Tensor], list[Tensor]]:
     """Return forward and backward of a model."""
     weights = list(model.parameters())
 
@@ -83,15 +95,15 @@ def make_variants(stack: ExitStack, shape: Shape, device: torch.device) -> tuple
     """Build the variants; return them, and why alltoall is not among them if it is not."""
     import megatron_layers as layers
 
-    x = torch.randn(shape.tokens, 1, shape.hidden, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = torch.randn(shape.num_tokens, 1, shape.hidden, generator=torch.Generator().manual_seed(dist.get_rank()))
     x = x.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     options, spec = config_options(shape, device), layers.layer_spec(layers.GroupedExperts)
     groups = layers.groups_of(dist.group.WORLD)
-    sizes = {"seq_length": shape.tokens, "micro_batch_size": 1, "expert_alignment": 16}
+    sizes = {"seq_length": shape.num_tokens, "micro_batch_size": 1, "expert_alignment": 16}
     installation = stack.enter_context(megatron.install(sizes, device=device))
     flags = {**layers.FLEX, "moe_ncclep_static_shape": True}
     model = layers.Layers(layers.make_config(groups, **options, **flags), groups, spec).to(device)
-    arena, ours = megatron.prepare(model), step_of(model, x)
+    arena, ours = megatron.prepare(model), step_of(model)
     captured = epbuf.CapturedStep.capture(arena, ours, (x,))
     stack.callback(captured.close)
     assert installation.arena is arena
@@ -102,7 +114,7 @@ def make_variants(stack: ExitStack, shape: Shape, device: torch.device) -> tuple
     try:
         group = groups if device.type == "cpu" else layers.groups_of(dist.new_group(backend="nccl"))
         stock = layers.Layers(layers.make_config(group, **options, **layers.ALLTOALL), group, spec).to(device)
-        theirs = step_of(stock, x)
+        theirs = step_of(stock)
         theirs(x)
     except RuntimeError as error:
         return variants, f"alltoall could not run: {str(error).splitlines()[0]}"

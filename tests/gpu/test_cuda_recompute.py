@@ -30,7 +30,10 @@ def test_gradients_equal_those_of_kept_rows(
 @places((1, "local"), (2, "torch_symm"))
 @each_policy
 def test_replays_equal_eager_steps(pool: GpuPool, policy: Any, num_ranks: int, window: str) -> None:
+    """Of rows that come back, and of rows that are kept; sums are of whole numbers."""
     case = named_case("balanced", num_ranks, 16, "fp32")
-    for rounds in pool.run(num_ranks, eager_and_replayed, case, policy, "cuda", window):
-        for eager, replayed in rounds:
+    kept = pool.run(num_ranks, eager_and_replayed, case, "keep", "cuda", window)
+    for rounds, want in zip(pool.run(num_ranks, eager_and_replayed, case, policy, "cuda", window), kept, strict=True):
+        for (eager, replayed), (wanted, _) in zip(rounds, want, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(replayed, wanted, strict=True))

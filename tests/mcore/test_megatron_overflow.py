@@ -6,6 +6,8 @@ from typing import Any
 
 from ranks import Pool, raised
 
+from epbuf.errors import StaleGraphError
+
 FACTOR = {"moe_expert_rank_capacity_factor": 0.75}
 TOKENS = {"lengths": (32,)}  # 64 tokens a rank: the factor is of whole chunks of 64
 
@@ -94,7 +96,7 @@ def validation_overflow(rank: int, group: Any) -> dict[str, Any]:
             "held": [graph["generation"] for graph in report["graphs"]],
             "same memory": not before.is_closed and before.region("recv_tokens").data_ptr() == address,
             "differs": (y - eager).abs().max().item(),
-            "stale": raised(Exception, lambda: training(*draw_batches(rank, 2, 1)[0])),
+            "stale": raised(StaleGraphError, lambda: training(*draw_batches(rank, 2, 1)[0])),
         }
         training.close()
         with torch.no_grad():
@@ -113,6 +115,23 @@ def test_validation_overflow_keeps_what_the_training_graph_holds(pool: Pool) -> 
         assert found["differs"] == 0.0
         assert "capture again" in found["stale"]
         assert found["afterwards"] == [1]
+
+
+def stash_that_is_too_small(rank: int, group: Any) -> tuple[float, int, int]:
+    """Train over a stash of one page, which two layers need one of each; nothing else limits the rows."""
+    from programs import Case, compare
+
+    case = Case(plan={"recv_policy": "stash", "stash_rows": 1})
+    difference, _, report = compare(rank, group, case)
+    return difference, report["generation"], report["stash_rows"]
+
+
+def test_a_stash_that_is_too_small_grows_where_no_row_may_be_dropped(pool: Pool) -> None:
+    """Without a capacity factor, as for a capacity: weight gradients are those over the alltoall dispatcher."""
+    for difference, generation, stash_rows in pool.run(2, stash_that_is_too_small):
+        assert difference == 0.0
+        assert generation == 1
+        assert stash_rows == 2 * 128
 
 
 def dropped(rank: int, group: Any) -> dict[str, Any]:

@@ -93,6 +93,11 @@ def test_latent_rows_have_the_latent_size() -> None:
     assert reason(found, "hidden") == (1024, "moe_latent_size: latent rows travel")
 
 
+def test_stash_of_a_plan_is_that_of_plan_build() -> None:
+    found = plan_of({"recv_policy": "stash", "stash_rows": 100_000}).plan
+    assert found == Plan.build(found.config, found.schedule, recv_policy="stash", stash_rows=100_000)
+
+
 def test_formats_come_from_the_flags_of_main() -> None:
     config = plan_of(moe_dispatch_fwd_dtype="mxfp8", moe_combine_bwd_dtype="bf16").plan.config
     assert (config.dispatch_payload.format, config.combine_grad_payload.format) == ("mxfp8", "same")

@@ -177,6 +177,8 @@ def check_fits(plan: Plan, needs: Needs) -> None:
         lines.append(
             f"expert_alignment: the plan has {config.expert_alignment}, no multiple of the layer's {needs.alignment}"
         )
+    if len(set(plan.frame_policies)) > 1:
+        lines.append("recv_policy: the plan's layers differ, and a dispatcher does not know its layer; give one word")
     if lines:
         raise ConfigError(
             "an MoE layer does not fit the plan of its arena (experts and top-k count once for each tensor-parallel "

@@ -235,17 +235,19 @@ class EpbufManager(metaclass=_Shared):
         """Return what lets a dispatch grow the arena where no row may be dropped: without a capacity factor.
 
         Raises:
-            CaptureError: no row may be dropped, the capacity is less than the worst case, and this is a capture.
+            CaptureError: no row may be dropped, capacity or stash are less than the worst case, and this is a capture.
         """
-        config = arena.plan.config
-        is_worst_case = config.recv_capacity_per_rank is None and config.capacity_factor is None
+        plan = arena.plan
+        limits = plan.config.recv_capacity_per_rank, plan.config.capacity_factor, plan.stash_rows
+        is_worst_case = limits == (None, None, None)
         if self.moe_expert_rank_capacity_factor is not None or is_worst_case:
             return nullcontext()
         if is_capturing(arena):
             raise CaptureError(
                 f"without moe_expert_rank_capacity_factor no row may be dropped, the plan has {arena.capacity_rows} "
-                "rows a rank, less than the worst case, and a graph cannot grow it: set the factor, so that a step "
-                "that dropped rows is run again, or plan without a capacity"
+                f"rows a rank and stash_rows={plan.stash_rows}, less than the worst case, and a graph cannot grow it: "
+                "set the factor, so that a step that dropped rows is run again, or plan without a capacity and without "
+                "stash_rows"
             )
         return arena.growing()
 

@@ -53,7 +53,7 @@ class MegatronPlan:
 def plan_from_config(
     config: Any, *, seq_length: int, micro_batch_size: int, num_microbatches: int = 1, pipeline_rank: int = 0,
     num_moe_layers: int | None = None, expert_alignment: int | None = None, recv_policy: RecvPolicy = "keep",
-    timeout_s: float = 600.0,
+    stash_rows: int | None = None, timeout_s: float = 600.0,
 ) -> MegatronPlan:  # fmt: skip
     """Plan the windows of one pipeline stage from a TransformerConfig.
 
@@ -68,6 +68,7 @@ def plan_from_config(
         num_moe_layers: MoE layers of the largest chunk of this stage, where the config's layout does not say.
         expert_alignment: rows that each expert's zone is a multiple of; None: what the experts of `config` need.
         recv_policy: what becomes of received rows until the experts' backward, as in `Plan.build`.
+        stash_rows: rows of all stashed dispatches that are open at once, as in `Plan.build`.
         timeout_s: seconds that a rank waits for a peer.
 
     Raises:
@@ -88,7 +89,7 @@ def plan_from_config(
     )  # fmt: skip
     num_layers = num_moe_layers or count_moe_layers(config, pipeline)
     schedule, why = derive_schedule(config, pipeline, num_layers)
-    plan = Plan.build(ep_config, schedule, recv_policy=recv_policy)
+    plan = Plan.build(ep_config, schedule, recv_policy=recv_policy, stash_rows=stash_rows)
     reasons += _row_reasons(plan), Reason("frames", schedule.num_frames, why), _window_reason(plan)
     return MegatronPlan(plan, tuple(reasons))
 

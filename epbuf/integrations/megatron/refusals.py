@@ -39,7 +39,11 @@ REFUSALS = (
         "the router then chooses more than top-k experts for a token, and epbuf pads each expert's rows itself",
         "leave it off",
     ),
-    Refusal("moe_paged_stash", "it copies received rows that epbuf keeps in frames", "choose recv_policy of the plan"),
+    Refusal(
+        "moe_paged_stash",
+        "it copies received rows that epbuf keeps in frames",
+        "use recv_policy='stash' and stash_rows= of plan_from_config",
+    ),
 )
 """Flags by the name that Megatron-Core gives them."""
 
