@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,6 +24,13 @@ _NATIVE_DTYPE = {"bf16": 0, "fp16": 1, "fp32": 2}
 _TENSOR, _WINDOW, _ZERO = int(_C.Source.TENSOR), int(_C.Source.WINDOW), int(_C.Source.ZERO)
 
 
+class StreamState(NamedTuple):
+    """A stream's handle, and the id of the capture that it takes part in, 0 outside."""
+
+    handle: int
+    capture: int
+
+
 @dataclass(slots=True)
 class Place:
     """Where a call works, and what its rank has to say about it.
@@ -34,19 +41,19 @@ class Place:
         refusal: why this rank refuses, `_C.Refusal.NONE` if it does not. It completes the round all the same.
         repeats: whether route and dispatch send the same tokens once more, inside combine's backward: weights stay
             where they are, and nothing is counted again.
-        now: what `Engine.now` said when the call began, for those that ask more than once.
+        stream: what `Engine.stream_state` said when the call began, for calls that need it more than once.
     """
 
     frame: int
     workspace: int
     refusal: int = 0
     repeats: bool = False
-    now: tuple[int, int] | None = None
+    stream: StreamState | None = None
 
     @property
     def capture(self) -> int | None:
-        """The capture that the call is in, if `now` is known."""
-        return self.now[1] if self.now is not None else None
+        """The capture that the call is in, if `stream` is known."""
+        return self.stream.capture if self.stream is not None else None
 
 
 @dataclass(slots=True)
@@ -138,11 +145,11 @@ class Engine(Protocol):
     def status(self) -> _C.Control:
         """Read the same words as the kernels last mirrored them to the host, without synchronising."""
 
-    def now(self) -> tuple[int, int]:
-        """Return the handle of the current stream, and the id of the capture that it takes part in, 0 outside."""
+    def stream_state(self) -> StreamState:
+        """Describe the current stream."""
 
     def capture_key(self) -> int:
-        """Return the second of `now`."""
+        """Return the id of the capture that the current stream takes part in, 0 outside."""
 
     def hold(self) -> Callable[[], bool]:
         """Add a hold to the graph being captured; return what tells whether any graph still has it."""
@@ -271,11 +278,11 @@ class NativeEngine:
     def progress(self) -> list[tuple[int, int, int, int]]:
         return list(self.native.progress())
 
-    def now(self) -> tuple[int, int]:
-        return (0, 0) if self._streams is None else self._streams.now()
+    def stream_state(self) -> StreamState:
+        return StreamState(0, 0) if self._streams is None else self._streams.state()
 
     def capture_key(self) -> int:
-        return self.now()[1]
+        return self.stream_state().capture
 
     def hold(self) -> Callable[[], bool]:
         assert self._streams is not None, "only CUDA graphs are held"
@@ -315,8 +322,8 @@ class StreamOrder:
 
     def enter(self, place: Place, direction: str) -> int:
         """Let the current stream wait for the ops that this one must follow; return its handle."""
-        now = place.now or self.now()
-        stream = now[0]
+        now = place.stream or self.state()
+        stream = now.handle
         latest = now, place.frame, direction, place.workspace
         if latest == self._latest:  # the op before waited for all that this one would wait for
             return stream
@@ -324,19 +331,23 @@ class StreamOrder:
         shared = ("frame", place.frame), (direction, place.workspace)
         behind = set()
         for name, index in (("arena", 0),) if self.is_one_order else shared:
-            used = name, index, now[1] != 0  # ops outside captures follow each other, whatever was captured between
+            used = (
+                name,
+                index,
+                now.capture != 0,
+            )  # ops outside captures follow each other, whatever was captured between
             last = self._last.get(used, now)
-            if last[0] != stream and last[1] == now[1] == self.capture_of(last[0]):
+            if last[0] != stream and last[1] == now.capture == self.capture_of(last[0]):
                 behind.add(last[0])
             self._last[used] = now
         for other in behind:
             self.wait_for(other)
         return stream
 
-    def now(self) -> tuple[int, int]:
-        """Return the current stream, and the capture that it takes part in."""
+    def state(self) -> StreamState:
+        """Describe torch's current stream."""
         stream = self.current()
-        return stream, self.capture_of(stream)
+        return StreamState(stream, self.capture_of(stream))
 
     def current(self) -> int:
         """Return the handle of torch's current stream, without making a Stream object of it."""

@@ -274,7 +274,7 @@ def _route(
 ) -> tuple[Ticket, Place]:
     arena.raise_pending()
     book, attempt, x = arena.book, Attempt(), tokens.x
-    place = Place(frame, -1, now=arena.engine.now())
+    place = Place(frame, -1, stream=arena.engine.stream_state())
 
     def check() -> None:
         check_dispatch_order(arena, frame, lease)
@@ -351,7 +351,7 @@ def _pull(
     if state is None:  # released after its dispatch: the peers wait for READY
         _complete_combine(arena, frame, workspace, attempt)
     assert state is not None
-    place = Place(frame, workspace, refusal, now=arena.engine.now())
+    place = Place(frame, workspace, refusal, stream=arena.engine.stream_state())
     book.touch(frame, state.recorded_in, place.capture)
     y = arena.new_token_rows(state.num_tokens) if out is None else out
     outcome = arena.engine.combine(place, found, None if refusal else topk_weights, y)

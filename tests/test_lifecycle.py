@@ -71,6 +71,7 @@ def assert_right(found: tuple[Tensor, ...], batch: Batch, what: str) -> None:
     """Compare y, and dx where there is one."""
     x, ids = batch
     factor = 2.0 * (ids >= 0).sum(1, keepdim=True)
+    assert found, f"{what}: nothing was returned"
     for got, want in zip(found, (factor * x, factor.expand_as(x)), strict=False):
         assert_same(got, want, what)
 

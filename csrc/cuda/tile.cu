@@ -11,6 +11,8 @@ constexpr std::uint32_t kThreads = 256;
 constexpr std::uint32_t kBlocksPerSm = 4;
 constexpr std::int64_t kWarpsPerBlock = kThreads / kWarpSize;
 constexpr std::int32_t kPartVecs = 2;  // 16-byte vectors of scales of one row that a warp tiles: a sector
+constexpr std::int32_t kGroups = 4;    // rows whose words are neighbours in a tile: l, l + 32, ..
+constexpr std::int32_t kGroupRows = static_cast<std::int32_t>(kTileRows) / kGroups;
 
 // Shapes: wire [C, W] uint8, W a multiple of 16; tiles [C / 128, S / 4, 32, 4, 4] uint8, S a multiple of 4: out, below
 // offs[-1]. Of 128 rows a warp makes neighbouring tiles; lane l reads the rows l, l + 32, l + 64 and l + 96, whose
@@ -29,18 +31,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) tile_kernel(const __gr
   for (std::int64_t item = warp.index; item < num_items; item += warp.num) {
     const std::int64_t row = item / num_parts * kTileRows + warp.lane;
     const std::int64_t begin = item % num_parts * kPartVecs;
-    uint4 vecs[kPartVecs][4];
+    uint4 vecs[kPartVecs][kGroups];
 #pragma unroll
     for (std::int32_t v = 0; v < kPartVecs; ++v) {
 #pragma unroll
-      for (std::int32_t group = 0; group < 4; ++group) {
-        const auto* from = at<const uint4>(k.wire, (row + 32 * group) * k.wire_row_bytes) + begin + v;
+      for (std::int32_t group = 0; group < kGroups; ++group) {
+        const auto* from = at<const uint4>(k.wire, (row + kGroupRows * group) * k.wire_row_bytes) + begin + v;
         if (begin + v < num_vecs) vecs[v][group] = load_vec(from);
       }
     }
 #pragma unroll
     for (std::int32_t v = 0; v < kPartVecs; ++v) {
-      const uint4(&rows)[4] = vecs[v];
+      const uint4(&rows)[kGroups] = vecs[v];
       const uint4 tiles[4] = {{rows[0].x, rows[1].x, rows[2].x, rows[3].x},
                               {rows[0].y, rows[1].y, rows[2].y, rows[3].y},
                               {rows[0].z, rows[1].z, rows[2].z, rows[3].z},
