@@ -98,9 +98,8 @@ def encode(payload: Payload, x: Tensor) -> tuple[reference.Quantised, Tensor]:
 
 def _nbytes(plan: epbuf.Plan) -> int:
     """Return the bytes from recv_tokens to the end of what follows it in its set."""
-    ends = [
-        region.end for region in plan.regions if region.name.startswith("recv_") and region.name != "recv_topk_weights"
-    ]
+    frame = [region for region in plan.regions if region.lifetime == "frame"]  # the wire of scales is elsewhere
+    ends = [region.end for region in frame if region.name.startswith("recv_") and region.name != "recv_topk_weights"]
     return max(ends) - plan.region("recv_tokens").offset
 
 
