@@ -469,7 +469,7 @@ def _capacity_rows(config: EpConfig) -> int:
 
 def _policies(words: RecvPolicy | Sequence[RecvPolicy], schedule: Schedule) -> RecvPolicies:
     """Return one word, or one a layer where they differ."""
-    given = (words,) if isinstance(words, str) else tuple(words)
+    given = tuple(words) if isinstance(words, Sequence) and not isinstance(words, str) else (words,)
     unknown = [word for word in given if word not in ("keep", "stash", "recompute")]
     if unknown or not given:
         raise ConfigError(
