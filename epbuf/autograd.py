@@ -142,7 +142,9 @@ def dispatch(
     scales, row_scales = x_scales if isinstance(x_scales, tuple) and len(x_scales) == 2 else (x_scales, None)
     if not are_placed(arena, (x, topk_idx), (topk_weights, scales, row_scales, num_tokens)):
         needed = {"x": x, "topk_idx": topk_idx}
-        optional = {"topk_weights": topk_weights, "x_scales": scales, "num_tokens": num_tokens}
+        is_pair = arena.recv_payload.format == "nvfp4"
+        block_scales = "the first of x_scales=(scales, row_scales)" if is_pair else "x_scales"
+        optional = {"topk_weights": topk_weights, block_scales: scales, "num_tokens": num_tokens}
         if row_scales is not None:
             optional["the row scales of x_scales"] = row_scales
         _refuse(lease, ops.refuse_dispatch, lambda: check_places(arena, needed, optional))

@@ -236,7 +236,8 @@ def _check_encoded(arena: Generation, sent: Tokens) -> torch.Tensor:
     if sent.x_row_scales is not None:
         row_scales = _shaped("the row scales of x_scales", sent.x_row_scales, (x.shape[0],), _WEIGHT_DTYPES)
         if not row_scales.is_contiguous():
-            refuse(_C.Refusal.STRIDES, ConfigError("the row scales of x_scales must be contiguous; .contiguous()"))
+            found = f"the row scales of x_scales have strides {tuple(row_scales.stride())}"
+            refuse(_C.Refusal.STRIDES, ConfigError(f"{found}; they must be dense: .contiguous()"))
     return x
 
 

@@ -629,6 +629,13 @@ def test_nvfp4_needs_both_scales() -> None:
     with open_arena(case, None) as arena, arena.acquire() as lease, torch.no_grad():
         message = raised(ConfigError, lambda: epbuf.dispatch(lease, data, case.topk_idx[0], x_scales=scales))
         assert "x_scales=(scales, row_scales)" in message
+        every_other = torch.ones(2 * len(data))[::2]
+        for given, says in (
+            ([scales, torch.ones(len(data))], r"x_scales=\(scales, row_scales\) .*found list"),
+            ((scales, every_other), r"row scales.*strides \(2,\)"),
+        ):
+            send = functools.partial(epbuf.dispatch, lease, data, case.topk_idx[0], x_scales=given)
+            assert re.search(says, raised(ConfigError, send))
 
 
 def test_raw_rows_are_bytes() -> None:
