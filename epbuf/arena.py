@@ -388,6 +388,8 @@ def _frames_for(memory: Generation, frame: int | None, recv_policy: RecvPolicy |
         ConfigError: no frame has the policy that was asked for, or not the frame that was named, or nothing says which.
     """
     policies = memory.policies
+    if frame is not None and not 0 <= frame < len(policies):
+        return None  # the book says that there is no such frame
     if recv_policy is None:
         if frame is None and len(set(policies)) > 1:
             raise ConfigError(
@@ -396,7 +398,7 @@ def _frames_for(memory: Generation, frame: int | None, recv_policy: RecvPolicy |
             )
         return None
     of_policy = memory.frames_of(recv_policy)
-    found = _counted(policies) if frame is None or not 0 <= frame < len(policies) else repr(policies[frame])
+    found = _counted(policies) if frame is None else repr(policies[frame])
     if (of_policy == frozenset()) or (frame is not None and of_policy is not None and frame not in of_policy):
         asked = f"frame={frame}, recv_policy={recv_policy!r}" if frame is not None else f"recv_policy={recv_policy!r}"
         raise ConfigError(

@@ -142,7 +142,9 @@ def dispatch(
     scales, row_scales = x_scales if isinstance(x_scales, tuple) and len(x_scales) == 2 else (x_scales, None)
     if not are_placed(arena, (x, topk_idx), (topk_weights, scales, row_scales, num_tokens)):
         needed = {"x": x, "topk_idx": topk_idx}
-        optional = {"topk_weights": topk_weights, "x_scales": scales, "num_tokens": num_tokens}
+        is_pair = arena.recv_payload.format == "nvfp4"
+        block_scales = "the first of x_scales=(scales, row_scales)" if is_pair else "x_scales"
+        optional = {"topk_weights": topk_weights, block_scales: scales, "num_tokens": num_tokens}
         if row_scales is not None:
             optional["the row scales of x_scales"] = row_scales
         _refuse(lease, ops.refuse_dispatch, lambda: check_places(arena, needed, optional))
@@ -249,13 +251,30 @@ class _Dequantize(torch.autograd.Function):
         row_scales: torch.Tensor | None, ticket: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         out = torch.empty(carrier.shape, dtype=carrier.dtype, device=carrier.device)
-        decode = ops.decode if ops.is_direct() else ops.DECODE
-        decode(out, ticket, tokens, scales, row_scales)
+        if ops.is_direct():
+            ops.decode(out, ticket, tokens, scales, row_scales)
+        elif torch.compiler.is_compiling():
+            ops.DECODE(out, ticket, tokens, scales, row_scales)
+        else:
+            _decode_watched(out, ticket, tokens, scales, row_scales)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grad, None, None, None, None
+
+
+def _decode_watched(
+    out: torch.Tensor, ticket: torch.Tensor, tokens: torch.Tensor, scales: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Decode under a dispatch mode; once more where a selective checkpoint has saved the op, which returns nothing."""
+    state = ops.state_of(ticket)[1]
+    state.decoded = False
+    ops.DECODE(out, ticket, tokens, scales, row_scales)
+    if not state.decoded:
+        with _disable_current_modes():  # the checkpoint knows ops of its first pass only
+            ops.decode(out, ticket, tokens, scales, row_scales)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -49,10 +49,10 @@ def refusal_of(error: BaseException | None) -> int:
 
 
 def are_placed(arena: Generation, needed: Iterable[object], optional: Iterable[object]) -> bool:
-    """Tell at once what `check_places` spells out: whether every argument is a plain tensor on the arena's device."""
-    device = arena.device
-    given = (*needed, *(value for value in optional if value is not None))
-    return all(type(value) in _PLAIN and value.device == device for value in given)  # type: ignore[attr-defined]
+    """Tell at once what `check_places` spells out: whether each argument is a plain strided tensor on the device."""
+    device, strided = arena.device, torch.strided
+    given = cast(Iterable[torch.Tensor], (*needed, *(value for value in optional if value is not None)))
+    return all(type(value) in _PLAIN and value.device == device and value.layout == strided for value in given)
 
 
 def check_places(arena: Generation, needed: Mapping[str, object], optional: Mapping[str, object]) -> None:
@@ -236,7 +236,8 @@ def _check_encoded(arena: Generation, sent: Tokens) -> torch.Tensor:
     if sent.x_row_scales is not None:
         row_scales = _shaped("the row scales of x_scales", sent.x_row_scales, (x.shape[0],), _WEIGHT_DTYPES)
         if not row_scales.is_contiguous():
-            refuse(_C.Refusal.STRIDES, ConfigError("the row scales of x_scales must be contiguous; .contiguous()"))
+            found = f"the row scales of x_scales have strides {tuple(row_scales.stride())}"
+            refuse(_C.Refusal.STRIDES, ConfigError(f"{found}; they must be dense: .contiguous()"))
     return x
 
 
@@ -504,6 +505,11 @@ def _tensor(name: str, value: object) -> torch.Tensor:
                 f"{name} is a {type(value).__name__}, which has no memory of its own that a kernel could address; pass "
                 "the plain tensor inside, for example .to_local()"
             ),
+        )
+    if value.layout != torch.strided:
+        refuse(
+            _C.Refusal.ARGUMENT,
+            ConfigError(f"{name} has layout {value.layout}, expected strided memory; pass {name}.to_dense()"),
         )
     return value
 

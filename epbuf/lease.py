@@ -116,6 +116,7 @@ class Ticket:
     bad_id: tuple[int, int, int] | None = None  # (rank, token, value) of the first id >= E
     filled: bool = False  # its rows have been moved
     combined: bool = False
+    decoded: bool = False  # its rows have been decoded, since somebody cleared this
     returned: bool = False  # its first dispatch backward has run
     outstayed: bool = False  # it has been waited for, and is kept by somebody
     workspace: int = -1  # the forward workspace of the dispatch

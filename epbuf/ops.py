@@ -526,6 +526,7 @@ def decode(
         )
     arena.book.touch(state.frame, state.recorded_in)
     _decode(arena, Place(state.frame, -1), Encoded(tokens, scales, row_scales), out, is_grad=False)
+    state.decoded = True
 
 
 def _decode(arena: Generation, place: Place, rows: Encoded, out: torch.Tensor, *, is_grad: bool) -> None:

@@ -157,7 +157,8 @@ class Plan:
             stash_rows: rows that the pages of a rank hold together, for all stashed dispatches that wait for their
                 backward; rounded up to whole pages of 128. A dispatch takes pages for the rows that it receives, not
                 for C of them, so the sum of what is received at once is enough. A dispatch that finds too few overflows
-                (`recv.overflow`). None: C for each such dispatch, which no step exceeds, and which saves nothing.
+                (`recv.overflow`). One whose backward never runs has its pages until its frame dispatches again. None: C
+                for each such dispatch, which no step exceeds, and which saves nothing.
 
         Raises:
             ConfigError: the config asks for a plan that this version has no code for, or that rows cannot index; words
@@ -469,7 +470,7 @@ def _capacity_rows(config: EpConfig) -> int:
 
 def _policies(words: RecvPolicy | Sequence[RecvPolicy], schedule: Schedule) -> RecvPolicies:
     """Return one word, or one a layer where they differ."""
-    given = (words,) if isinstance(words, str) else tuple(words)
+    given = tuple(words) if isinstance(words, Sequence) and not isinstance(words, str) else (words,)
     unknown = [word for word in given if word not in ("keep", "stash", "recompute")]
     if unknown or not given:
         raise ConfigError(

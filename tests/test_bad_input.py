@@ -502,6 +502,26 @@ def test_tensor_without_memory_is_refused(arena: epbuf.Arena, name: str, spoil: 
     assert_works(arena)
 
 
+@pytest.mark.parametrize("name", ["x", "topk_idx", "topk_weights"])
+def test_sparse_tensor_is_refused(arena: epbuf.Arena, name: str) -> None:
+    """What has no strides is named with its layout."""
+    sent = {"x": x_of(), "topk_idx": ids_of(1), "topk_weights": torch.ones(len(x_of()), 3)}
+    sent[name] = sent[name].to_sparse()
+    with arena.acquire() as lease, pytest.raises(ConfigError, match=rf"{name} has layout torch.sparse_coo"):
+        epbuf.dispatch(lease, **sent)
+    assert_works(arena)
+
+
+def test_sparse_expert_out_is_refused(arena: epbuf.Arena) -> None:
+    rows = torch.zeros(arena.plan.capacity_rows, 16, dtype=torch.bfloat16)
+    with arena.acquire() as lease:
+        epbuf.dispatch(lease, x_of(), ids_of(1))
+        with pytest.raises(ConfigError, match=r"expert_out has layout torch.sparse_coo"):
+            epbuf.combine(lease, rows.to_sparse())
+        epbuf.combine(lease, rows)
+    assert_works(arena)
+
+
 def test_lazily_negated_rows_are_refused(arena: epbuf.Arena) -> None:
     """A negated view holds the other sign in memory."""
     with arena.acquire() as lease, pytest.raises(ConfigError, match=r"x.*lazy"):

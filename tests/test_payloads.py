@@ -13,10 +13,12 @@ from ranks import Pool, raised, virtual
 from rounds import Inputs, assert_same, draw_inputs
 from routings import Case, named_case
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epbuf
 from epbuf import Payload, reference
 from epbuf.errors import ConfigError, LeaseError
+from epbuf.ops import COMBINE, DECODE, DISPATCH, ROUTE
 
 Spread = Callable[..., list[Any]]
 PAYLOADS = {
@@ -383,6 +385,43 @@ def test_trimmed_rows_are_decoded(word: str, routing: str) -> None:
         assert got["dx"].isfinite().all()
 
 
+def _saved_decode(rank: int, group: Any, case: Case, saved: tuple[Any, ...]) -> list[Tensor]:
+    inputs, finite = draw_inputs(case, rank, False), torch.zeros(())
+    with open_arena(case, group) as arena:
+
+        def layer(x: Tensor, factor: Tensor) -> Tensor:
+            with arena.acquire() as lease:
+                recv = epbuf.dispatch(lease, x, inputs.topk_idx)
+                is_row = recv.row_mask()[:, None]
+                rows = torch.where(is_row, recv.dequantize().float(), finite)
+                return epbuf.combine(lease, torch.where(is_row, rows * factor, finite).to(x.dtype))
+
+        def gradients(call: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+            x, factor = inputs.x.clone().requires_grad_(), torch.full((128,), 2.0).requires_grad_()
+            call(x, factor).backward(inputs.dy)
+            return [x.grad, factor.grad]
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, list(saved))
+        again = functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
+        return [*gradients(layer), *gradients(again)]
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        pytest.param((DECODE,), id="decode"),
+        pytest.param((ROUTE, DECODE), id="route_and_decode"),
+        pytest.param((ROUTE, DISPATCH, COMBINE, DECODE), id="all_ops"),
+    ],
+)
+@every_payload
+def test_saved_decode_is_repeated(word: str, saved: tuple[Any, ...]) -> None:
+    """An op that writes its argument leaves a checkpoint nothing to save: the second pass decodes the rows again."""
+    for dx, factor_grad, again_dx, again_factor_grad in virtual(2, _saved_decode, case_of(word), saved):
+        assert_same(again_dx, dx, "dx")
+        assert_same(again_factor_grad, factor_grad, "gradient of the factor")
+
+
 def _raw_gradient(rank: int, group: Any, word: str, trims: bool) -> dict[str, Any]:
     case = case_of(word)
     inputs = draw_inputs(case, rank, False)
@@ -590,6 +629,13 @@ def test_nvfp4_needs_both_scales() -> None:
     with open_arena(case, None) as arena, arena.acquire() as lease, torch.no_grad():
         message = raised(ConfigError, lambda: epbuf.dispatch(lease, data, case.topk_idx[0], x_scales=scales))
         assert "x_scales=(scales, row_scales)" in message
+        every_other = torch.ones(2 * len(data))[::2]
+        for given, says in (
+            ([scales, torch.ones(len(data))], r"x_scales=\(scales, row_scales\) .*found list"),
+            ((scales, every_other), r"row scales.*strides \(2,\)"),
+        ):
+            send = functools.partial(epbuf.dispatch, lease, data, case.topk_idx[0], x_scales=given)
+            assert re.search(says, raised(ConfigError, send))
 
 
 def test_raw_rows_are_bytes() -> None:

@@ -108,6 +108,8 @@ def test_the_plan_has_one_receive_region_per_workspace() -> None:
     [
         ("drop", {}, "recv_policy takes 'keep', 'stash' or 'recompute'"),
         ([], {}, "one of them per layer"),
+        (None, {}, "one of them per layer, found None"),
+        ({"keep", "stash"}, {}, "one of them per layer, found {"),
         (["keep", "recompute"], {}, r"2 word\(s\) and Schedule.sequential\(num_layers=1\) has 1 layer"),
         ("recompute", {"inference_only": True}, "inference_only=True plans none"),
         ("stash", {"inference_only": True}, "inference_only=True plans none"),

@@ -171,6 +171,9 @@ def test_acquire_takes_a_frame_of_the_policy() -> None:
         other = raised(ConfigError, lambda: arena.acquire(1, recv_policy="stash"))
         assert "acquire(frame=1, recv_policy='stash')" in other and "built with 'keep'" in other
         assert "recv_policy='recompute'" in raised(ConfigError, lambda: arena.acquire(recv_policy="recompute"))
+        for frame in (-1, 3):
+            missing = raised(LeaseError, lambda frame=frame: arena.acquire(frame, recv_policy="stash"))
+            assert f"acquire(frame={frame})" in missing and "frames 0 to 2" in missing
 
 
 def test_views_of_a_lease_are_those_of_its_policy() -> None:
