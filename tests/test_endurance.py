@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import size_of
+from ranks import Pool, size_of
 from rounds import assert_same
 from routings import base_config
 from torch import Tensor
@@ -102,12 +102,20 @@ def replay(rank: int, group: Any, leaks: str = "") -> dict[str, tuple[int, int]]
     return found
 
 
-def test_ten_thousand_replays_do_not_drift(pool: Any) -> None:
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Processes of its own: in others, what earlier tests have left (compilers, packages) moves while it is watched."""
+    pool = Pool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+def test_ten_thousand_replays_do_not_drift(pool: Pool) -> None:
     """Forward and backward on two rank processes: every result right; memory, tensors, handles, files as before."""
     assert pool.run(2, replay, limit_s=REPLAY_LIMIT_S) == [{}, {}]
 
 
 @pytest.mark.parametrize("leaks", ["tensors", "file descriptors"])
-def test_drift_is_seen(pool: Any, leaks: str) -> None:
+def test_drift_is_seen(pool: Pool, leaks: str) -> None:
     """Something that is kept from each of five hundred replays is found."""
     assert all(leaks in found for found in pool.run(2, replay, leaks))
