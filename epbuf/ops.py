@@ -361,7 +361,7 @@ def _pull(
     state.combined = True
     if arena.policies[frame] == "stash":
         follow = arena.engine.stash if has_backward else arena.engine.return_pages
-        follow(Place(frame, workspace))
+        follow(place)
         state.versions = tuple(region._version for region in arena.received(frame, workspace).regions)
     book.end_workspace(frame, "forward")
     return y

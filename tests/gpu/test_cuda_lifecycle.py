@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +21,26 @@ FEW = places((1, "local"), (2, "torch_symm"))
 
 
 @FEW
-def test_two_graphs_and_a_validation_graph_share_a_frame(pool: GpuPool, num_ranks: int, window: str) -> None:
-    pool.run(num_ranks, programs.three_graphs, "cuda", window)
-
-
-@FEW
-def test_exception_in_the_middle_of_a_capture(pool: GpuPool, num_ranks: int, window: str) -> None:
-    pool.run(num_ranks, programs.failed_capture, "cuda", window)
-
-
-@FEW
-def test_garbage_collection_during_a_capture(pool: GpuPool, num_ranks: int, window: str) -> None:
-    pool.run(num_ranks, programs.collected_while_capturing, "cuda", window)
+@pytest.mark.parametrize(
+    "program",
+    [
+        programs.three_graphs,
+        programs.failed_capture,
+        programs.collected_while_capturing,
+        programs.never_backward,
+        programs.backward_twice,
+        programs.delayed_weight_gradient,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_what_holds_on_cpu(pool: GpuPool, num_ranks: int, window: str, program: Callable[..., None]) -> None:
+    pool.run(num_ranks, program, "cuda", window)
 
 
 @places((8, "torch_symm"))
 def test_second_arena_on_another_group(pool: GpuPool, num_ranks: int, window: str) -> None:
     """Eight, because all processes take part when torch makes a group."""
     pool.run(num_ranks, programs.two_groups, "cuda", window)
-
-
-@FEW
-def test_backward_that_never_runs(pool: GpuPool, num_ranks: int, window: str) -> None:
-    pool.run(num_ranks, programs.never_backward, "cuda", window)
-
-
-@FEW
-def test_backward_that_runs_twice(pool: GpuPool, num_ranks: int, window: str) -> None:
-    pool.run(num_ranks, programs.backward_twice, "cuda", window)
-
-
-@FEW
-def test_delayed_weight_gradient(pool: GpuPool, num_ranks: int, window: str) -> None:
-    pool.run(num_ranks, programs.delayed_weight_gradient, "cuda", window)
 
 
 @places((1, "local"), (2, "torch_symm"), (2, "nccl"))
