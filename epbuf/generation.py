@@ -65,7 +65,7 @@ class Generation:
 
     def __init__(self, plan: Plan, group: Group, window: Window, engine: Engine, device: torch.device) -> None:
         self.plan = plan
-        self._lifetimes: dict[str, Lifetime] = {region.name: region.lifetime for region in reversed(plan.regions)}
+        self._lifetimes = plan.lifetimes
         self.number = 0
         self.where = caller() or "unknown"
         self.grower: Callable[[Lease, int], None] | None = None

@@ -310,7 +310,7 @@ class Plan:
         Raises:
             KeyError: the plan has no such region.
         """
-        return self._by_name[name, index, lifetime or self._lifetimes[name]]
+        return self._by_name[name, index, lifetime or self.lifetimes[name]]
 
     def to_json(self) -> str:
         """Write config, schedule, regions, total and fingerprint as JSON."""
@@ -365,13 +365,13 @@ class Plan:
         return {(region.name, region.index, region.lifetime): region for region in self.regions}
 
     @cached_property
-    def _lifetimes(self) -> dict[str, Lifetime]:
-        """Lifetime of the first region of each name."""
+    def lifetimes(self) -> dict[str, Lifetime]:
+        """The lifetime word of each region's name; of the first set that has it."""
         return {region.name: region.lifetime for region in reversed(self.regions)}
 
     @property
     def _has_stash(self) -> bool:
-        return "stash_pages" in self._lifetimes
+        return "stash_pages" in self.lifetimes
 
     def _content(self) -> dict[str, Any]:
         schedule = {"kind": self.schedule.kind, **dict(self.schedule.parameters)}
