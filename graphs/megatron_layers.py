@@ -79,6 +79,11 @@ def _mine(groups: list[list[int]]) -> dist.ProcessGroup:
     return made[next(i for i, ranks in enumerate(groups) if dist.get_rank() in ranks)]
 
 
+def dtype_options(device: torch.device | str) -> dict[str, Any]:
+    """Return what lets a config compute in bfloat16 on CUDA; on CPU it stays with float32."""
+    return {"bf16": True, "params_dtype": torch.bfloat16} if torch.device(device).type == "cuda" else {}
+
+
 def make_config(groups: Any, **options: Any) -> TransformerConfig:
     """Make a config of small layers for these groups; options go to TransformerConfig."""
     num_tensor = groups.tp.size()

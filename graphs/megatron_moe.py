@@ -50,10 +50,11 @@ class Options:
     captured: bool
 
 
-def config_options(options: Options, device: torch.device) -> dict[str, Any]:
+def config_options(device: torch.device) -> dict[str, Any]:
     """Return what both models have in their TransformerConfig."""
-    dtype: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16} if device.type == "cuda" else {}
-    return {**dtype, "hidden_size": HIDDEN, "moe_router_topk": 2}
+    import megatron_layers as layers  # Megatron-Core: only in the ranks
+
+    return {**layers.dtype_options(device), "hidden_size": HIDDEN, "moe_router_topk": 2}
 
 
 def build_stock(stack: ExitStack, group: dist.ProcessGroup, options: Options, device: torch.device) -> Any:
@@ -61,7 +62,7 @@ def build_stock(stack: ExitStack, group: dist.ProcessGroup, options: Options, de
     import megatron_layers as layers  # Megatron-Core: only in the ranks
 
     groups = layers.groups_of(group)
-    config = layers.make_config(groups, **config_options(options, device), **layers.ALLTOALL)
+    config = layers.make_config(groups, **config_options(device), **layers.ALLTOALL)
     spec = layers.layer_spec(layers.GroupedExperts if options.captured else None)
     return layers.Layers(config, groups, spec).to(device)
 
@@ -76,7 +77,7 @@ def build_over_epbuf(stack: ExitStack, group: dist.ProcessGroup, options: Option
         sizes["expert_alignment"] = 16  # of torch._grouped_mm there; rows of padding change the order of sums
     stack.enter_context(megatron.install(sizes, device=device))
     flags = {**layers.FLEX, "moe_ncclep_static_shape": options.captured}
-    config = layers.make_config(groups, **config_options(options, device), **flags)
+    config = layers.make_config(groups, **config_options(device), **flags)
     spec = layers.layer_spec(layers.GroupedExperts if options.captured else None)
     return layers.Layers(config, groups, spec).to(device)
 

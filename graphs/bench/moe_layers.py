@@ -75,9 +75,11 @@ class Variant:
 
 def config_options(shape: Shape, device: torch.device) -> dict[str, Any]:
     """Return what all models have in their TransformerConfig."""
-    dtype: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16} if device.type == "cuda" else {}
+    import megatron_layers as layers
+
     sizes = {"num_layers": shape.num_layers, "hidden_size": shape.hidden, "ffn_hidden_size": shape.hidden}
-    return {**dtype, **sizes, "num_moe_experts": shape.num_experts, "moe_router_topk": shape.num_topk}
+    experts = {"num_moe_experts": shape.num_experts, "moe_router_topk": shape.num_topk}
+    return {**layers.dtype_options(device), **sizes, **experts}
 
 
 def step_of(model: Any) -> Callable[[Tensor], list[Tensor]]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron_layers import FLEX, GroupedExperts, Layers, groups_of, layer_spec, make_config
+from megatron_layers import FLEX, GroupedExperts, Layers, dtype_options, groups_of, layer_spec, make_config
 from programs import Case
 from torch import Tensor
 
@@ -26,9 +26,8 @@ def grouped_model(
     """Build two layers of grouped experts over epbuf, in bfloat16 on CUDA; close and undo behind them."""
     groups = groups_of(group)
     recipe = Case(lengths=(length,), plan={"expert_alignment": 16, **(plan or {})}).recipe(1)
-    dtype = {} if device == "cpu" else {"bf16": True, "params_dtype": torch.bfloat16}
     with megatron.install(recipe, device=device, window=window) as made:
-        config = make_config(groups, **{**FLEX, **dtype, **options})
+        config = make_config(groups, **{**FLEX, **dtype_options(device), **options})
         yield Layers(config, groups, layer_spec(experts)).to(device), made
 
 
