@@ -110,7 +110,7 @@ def round_of(arena: epbuf.Arena, inputs: Inputs, weighted: bool) -> dict[str, An
     with arena.acquire() as lease:
         recv = epbuf.dispatch(lease, x, inputs.topk_idx, weights, num_tokens=inputs.num_tokens)
         got: dict[str, Any] = {"recv": copies(recv.tokens, recv.scales, recv.row_scales), "offs": recv.offs.clone()}
-        got["rows"] = recv.dequantize().detach().clone()
+        got["rows"] = recv.dequantize().detach()[: int(recv.offs[-1])].clone()  # no value is promised past it
         expert_out = inputs.expert_out.clone().requires_grad_()
         y = epbuf.combine(lease, expert_out, topk_weights=recv.topk_weights if weighted else None)
         grads = torch.autograd.grad(y, [expert_out, recv.topk_weights] if weighted else [expert_out], inputs.dy)
