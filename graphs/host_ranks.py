@@ -17,18 +17,24 @@ import torch.distributed as dist
 SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
-def run_on_ranks(function: Callable[..., Any], num_ranks: int, device_type: str, *arguments: Any) -> list[Any]:
-    """Call `function(device, *arguments)` on every rank of a process group; return what each of them returns."""
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "epbuf.capture"])  # once, not once a rank
+def run_on_ranks(
+    function: Callable[..., Any], num_ranks: int, device_type: str, *arguments: Any, backend: str = "gloo"
+) -> list[Any]:
+    """Call `function(device, *arguments)` on every rank of a process group; return what each of them returns.
+
+    Gloo is enough for epbuf, which needs a group to meet in. NCCL refuses ranks that share a GPU before its 2.30.
+    """
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "epbuf.capture", "rich.progress"])  # once, not once a rank
     with tempfile.TemporaryDirectory() as folder:
-        given = (num_ranks, device_type, Path(folder), function, arguments)
+        given = (num_ranks, device_type, backend, Path(folder), function, arguments)
         torch.multiprocessing.start_processes(_be_rank, given, nprocs=num_ranks, start_method="forkserver")
         return [pickle.loads((Path(folder) / f"found{rank}").read_bytes()) for rank in range(num_ranks)]
 
 
 def _be_rank(
-    rank: int, num_ranks: int, device_type: str, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+    rank: int, num_ranks: int, device_type: str, backend: str, folder: Path, function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if device_type == "cuda":
@@ -36,8 +42,7 @@ def _be_rank(
             os.environ.update(SHARED_GPU)
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    # Gloo is enough: epbuf needs a group to meet in, and NCCL's own collectives refuse ranks that share a GPU.
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
+    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
     (folder / f"found{rank}").write_bytes(pickle.dumps(function(device, *arguments)))
     dist.destroy_process_group()
 

@@ -17,10 +17,7 @@ On CPU each rank is a process and a replay re-executes the captured function; on
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -80,12 +77,6 @@ class Options:
     out: Path = Path("out")
     sizes: Sizes = Sizes()
     payload: str = "same"  # of rows, and of the gradients that combine sends back
-
-    def device_of(self, rank: int) -> torch.device:
-        """Return the device of a rank; ranks share GPUs when there are more of them."""
-        if self.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device("cuda", rank % torch.cuda.device_count())
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -424,34 +415,22 @@ def my_batches(options: Options, rank: int, num_ranks: int, device: torch.device
     return batches, share(global_batch(held_out, options.sizes, 0))
 
 
-def run_rank(rank: int, num_ranks: int, options: Options, folder: Path) -> None:
-    """Be one rank: join the group, open the arena, train. Rank 0 leaves the result in `folder`."""
-    torch.set_num_threads(1)
-    device, backend = options.device_of(rank), "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
-    with epbuf.Arena.open(make_plan(options, num_ranks), dist.group.WORLD, device=device) as arena:
-        run = train(arena, options, device)
-    if rank == 0:
-        (folder / "run").write_bytes(pickle.dumps(run))
-    dist.destroy_process_group()
+def run_rank(device: torch.device, options: Options) -> Run:
+    """Be one rank: open the arena, train."""
+    with epbuf.Arena.open(make_plan(options, dist.get_world_size()), dist.group.WORLD, device=device) as arena:
+        return train(arena, options, device)
 
 
 def train_on_ranks(num_ranks: int, options: Options) -> Run:
     """Start the ranks, wait for them, and return what rank 0 found."""
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "epbuf.capture", "rich.progress"])  # once, not once a rank
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (num_ranks, options, Path(folder))
-        torch.multiprocessing.start_processes(run_rank, arguments, nprocs=num_ranks, start_method="forkserver")
-        return pickle.loads((Path(folder) / "run").read_bytes())
+    backend = "cpu:gloo,cuda:nccl" if options.device_type == "cuda" else "gloo"  # what adds gradients is captured, too
+    return host_ranks.run_on_ranks(run_rank, num_ranks, options.device_type, options, backend=backend)[0]
 
 
 def train_plainly(options: Options) -> Run:
     """Train on whole batches on one rank: eagerly, without epbuf, on one thread as every rank does."""
     torch.set_num_threads(1)
-    sizes, device = options.sizes, options.device_of(0)
+    sizes, device = options.sizes, torch.device(options.device_type)
     run = Run("1 rank, plain torch", sizes.num_tokens)
     exchanges = [PlainExchange(sizes.num_experts)] * sizes.num_layers
     model = LanguageModel(sizes, slice(sizes.num_experts), exchanges, options.row_dtype).to(device)

@@ -5,10 +5,12 @@ Its dispatcher refuses one rank.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,7 +71,12 @@ def full_iteration(rank: int, group: Any, window: str) -> int:
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron_layers import stand_ins
 
-    with stand_ins(), grouped_model(group, STATIC, length=16, device="cuda", window=window) as (model, installation):
+    meet = functools.partial(torch.distributed.barrier, group)  # the wrapper means every process of the world
+    with (
+        mock.patch.object(torch.distributed, "barrier", meet),
+        stand_ins(),
+        grouped_model(group, STATIC, length=16, device="cuda", window=window) as (model, installation),
+    ):
         eager = training_step(model)
 
         def forward_backward(*, data_iterator: Any, **_: Any) -> list[torch.Tensor]:
