@@ -176,7 +176,7 @@ class GroupedExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_local_experts, inner, hidden, dtype=config.params_dtype))
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Shapes: rows [C, H]; tokens_per_expert [L] int64 (alltoall: on the host); probs [C] float32; returns [C, H]."""
+        """Shapes: rows [C, H]; tokens_per_expert [L] int64 (alltoall: on the host); probs [C] float32; out [C, H]."""
         offs = tokens_per_expert.cumsum(0).to(rows.device, torch.int32)
         inner = F.gelu(torch._grouped_mm(rows, self.up, offs=offs)) * probs.unsqueeze(-1)
         return torch._grouped_mm(inner.to(rows.dtype), self.down, offs=offs), None

@@ -69,8 +69,10 @@ def full_iteration(rank: int, group: Any, window: str) -> int:
     """Let Megatron-Core's own wrapper capture a training step; validate eagerly between its replays."""
     from capturing import STATIC, grouped_model, training_step
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron_layers import stand_ins
 
+    initialize_rng_tracker(use_cudagraphable_rng=True)
     meet = functools.partial(torch.distributed.barrier, group)  # the wrapper means every process of the world
     with (
         mock.patch.object(torch.distributed, "barrier", meet),
