@@ -347,6 +347,14 @@ class LeaseBook:
             self._forget_dead_graphs()
             return list(self.graphs.values())
 
+    def is_unused(self, frame: int) -> bool:
+        """Tell whether no claim, reservation or graph has a frame."""
+        with self._lock:
+            self._apply_ended()
+            self._forget_dead_graphs()
+            is_held = any(frame in graph.frames for graph in self.graphs.values())
+            return not is_held and not self._is_busy(self._frames[frame])
+
     def claims(self) -> Iterator[tuple[int, str, str]]:
         """Yield (frame, kind, place in the user's code) of every living claim."""
         with self._lock:

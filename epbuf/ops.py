@@ -308,6 +308,9 @@ def _push(
 ) -> None:  # fmt: skip
     graph = arena.book.touch(state.frame, state.recorded_in, place.capture)
     rows = Encoded(sent.x, sent.x_scales, sent.x_row_scales) if is_encoded(arena, sent) else sent.x
+    if arena.policies[state.frame] == "stash" and graph is None:
+        _return_pages_of_unused(arena)
+        arena.frames_with_pages.add(state.frame)
     outcome = arena.engine.dispatch(place, rows, sent.topk_weights)
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
@@ -322,6 +325,14 @@ def _push(
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
         raise attempt.take() or AssertionError("checked above")
+
+
+def _return_pages_of_unused(arena: Generation) -> None:
+    """Free the pages of eager dispatches whose backward can no longer run: nothing has their frames."""
+    for frame in sorted(arena.frames_with_pages):
+        if arena.book.is_unused(frame):
+            arena.engine.return_pages(Place(frame, 0))
+            arena.frames_with_pages.discard(frame)
 
 
 def _pull(
@@ -360,8 +371,11 @@ def _pull(
     _settle(arena, outcome, attempt, "combine")
     state.combined = True
     if arena.policies[frame] == "stash":
-        follow = arena.engine.stash if has_backward else arena.engine.return_pages
-        follow(place)
+        if has_backward:
+            arena.engine.stash(place)
+        else:
+            arena.engine.return_pages(place)
+            arena.frames_with_pages.discard(frame)
         state.versions = tuple(region._version for region in arena.received(frame, workspace).regions)
     book.end_workspace(frame, "forward")
     return y
@@ -458,6 +472,8 @@ def restore(
     attempt.run(lambda: arena.expect_same(RECEIVED, filled, arena.received(state.frame, state.workspace)))
     arena.book.touch(state.frame, state.recorded_in)
     outcome = arena.engine.restore(Place(state.frame, state.workspace), returns_pages=is_last)
+    if is_last:
+        arena.frames_with_pages.discard(state.frame)
     torch._C._autograd._unsafe_set_version_counter(filled.regions, state.versions)
     _settle(arena, outcome, attempt, "combine backward")
 

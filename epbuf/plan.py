@@ -157,8 +157,9 @@ class Plan:
             stash_rows: rows that the pages of a rank hold together, for all stashed dispatches that wait for their
                 backward; rounded up to whole pages of 128. A dispatch takes pages for the rows that it receives, not
                 for C of them, so the sum of what is received at once is enough. A dispatch that finds too few overflows
-                (`recv.overflow`). One whose backward never runs has its pages until its frame dispatches again. None: C
-                for each such dispatch, which no step exceeds, and which saves nothing.
+                (`recv.overflow`). Pages of one whose backward never runs go to the next eager dispatch; a captured one
+                has them until its frame dispatches again. None: C for each such dispatch, which no step exceeds, and
+                which saves nothing.
 
         Raises:
             ConfigError: the config asks for a plan that this version has no code for, or that rows cannot index; words

@@ -286,6 +286,36 @@ def test_pages_of_a_backward_that_never_runs_come_back() -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+def _dropped_on_another_frame(rank: int, group: Any, config: EpConfig) -> list[tuple[float, int]]:
+    """Leave a forward on each frame in turn without its backward; the pool holds one of them."""
+    found = []
+    with open_arena(group, config, "stash", 2, 5 * STASH_PAGE_ROWS) as arena:
+        for step in range(4):
+            x = whole(step, NUM_TOKENS, 16).requires_grad_()
+            with arena.acquire(step % 2) as lease:
+                recv = epbuf.dispatch(lease, x, ids(step, config, rank))
+                flag = float(recv.overflow)
+                epbuf.combine(lease, recv.tokens * 1)
+            del recv
+            found.append((flag, taken(arena)[0]))
+        with arena.acquire(0) as lease:  # two that are both in use are still too many
+            recv = epbuf.dispatch(lease, x, ids(0, config, rank))
+            y = epbuf.combine(lease, recv.tokens * 1)
+        with arena.acquire(1) as lease:
+            other = epbuf.dispatch(lease, x, ids(0, config, rank))
+            found.append((float(other.overflow), taken(arena)[0]))
+            epbuf.combine(lease, other.tokens * 1)
+        del recv, other, y
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_pages_of_a_dropped_graph_serve_another_frame(num_ranks: int) -> None:
+    for found in virtual(num_ranks, _dropped_on_another_frame, config_of(num_ranks)):
+        assert [flag for flag, _ in found] == [0.0] * 4 + [1.0]
+        assert all(0 < pages <= 5 for _, pages in found)
+
+
 def test_pages_are_not_kept_without_a_backward() -> None:
     """Under no_grad a layer has its pages from dispatch to combine."""
     config = config_of(1)
