@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+SAME_BITS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # of cuBLAS on every stream
 SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
@@ -38,6 +39,7 @@ def _be_rank(
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if device_type == "cuda":
+        os.environ.update(SAME_BITS)
         if num_ranks > torch.cuda.device_count():
             os.environ.update(SHARED_GPU)
         device = torch.device("cuda", rank % torch.cuda.device_count())

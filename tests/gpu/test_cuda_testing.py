@@ -109,5 +109,5 @@ def _pipeline(rank: int, group: Any, kind: str) -> pipeline.Found:
 @pytest.mark.parametrize("kind", pipeline.KINDS)
 def test_captured_schedule_equals_one_by_one(pool: GpuPool, num_ranks: int, window: str, kind: str) -> None:
     for found in pool.run(num_ranks, _pipeline, kind):
-        assert found.difference <= 1e-3
+        assert found.difference == 0
         assert all(used == planned for used, planned in found.num_frames)
