@@ -19,11 +19,13 @@ from protocol_model import (
     Clear,
     Compare,
     Machine,
+    Move,
     Programs,
     Publish,
     Record,
     Remember,
     Result,
+    Rows,
     Steps,
     Use,
     announced,
@@ -112,6 +114,23 @@ def swapped(first: str, steps: Steps) -> Steps:
     return [*steps[:at], steps[at + 1], steps[at], *steps[at + 2 :]]
 
 
+def moved(name: str, behind: str, steps: Steps) -> Steps:
+    """Take the first step whose words are `name` out, and put it behind the last whose words begin with `behind`."""
+    step = next(s for s in steps if str(s) == name)
+    rest = [s for s in steps if s is not step]
+    at = max(i for i, s in enumerate(rest) if str(s).startswith(behind))
+    return [*rest[: at + 1], step, *rest[at + 1 :]]
+
+
+def sharing(region: str, steps: Steps) -> Steps:
+    """Let kernels use workspace 0's rows of a region in place of every workspace's own."""
+
+    def shared(accesses: tuple[Rows, ...]) -> tuple[Rows, ...]:
+        return tuple(r._replace(region=f"{region}[0]") if r.region.split("[")[0] == region else r for r in accesses)
+
+    return [replace(s, reads=shared(s.reads), writes=shared(s.writes)) if isinstance(s, Move) else s for s in steps]
+
+
 def alternated(first: Steps, second: Steps) -> Steps:
     """Issue two equally long lists of steps in turns."""
     return [step for pair in zip(first, second, strict=True) for step in pair]
@@ -153,6 +172,9 @@ A_ALIASED = layers(1, **ALIASED)[0]
 A_IN_WORKSPACE, B_IN_WORKSPACE = layers(2, recv_in_workspace=True)
 OTHER_WORKSPACE = replace(A_ALIASED, workspace=1)
 ON_STREAM_1 = Use(frame=1, workspace=1, tag="other stream")
+A_BY_WIRE, B_BY_WIRE, C_BY_WIRE = layers(3, by_wire=True)
+A2_BY_WIRE = replace(A_BY_WIRE, tag="layer 0 of step 1")
+BY_WIRE_ON_STREAM_1 = replace(ON_STREAM_1, by_wire=True)
 SHARED_BY_STREAMS = Use(frame=1, workspace=0, tag="other stream")
 
 SOUND: dict[str, Case] = {
@@ -165,6 +187,59 @@ SOUND: dict[str, Case] = {
     "training-steps-staged": Case(
         "the ops stage the experts' rows",
         every_rank(3, training_step(0, in_window=False) + training_step(1, in_window=False)),
+    ),
+    "training-steps-by-wire": Case(
+        "a token crosses once for each rank, both ways",
+        every_rank(3, training_step(0, by_wire=True) + training_step(1, by_wire=True)),
+    ),
+    "training-steps-by-wire-staged": Case(
+        "the same with rows that the ops stage, and received rows in the workspace",
+        every_rank(
+            2, training_step(0, in_window=False, by_wire=True) + training_step(1, in_window=False, by_wire=True)
+        ),
+    ),
+    "recomputing-steps-by-wire": Case(
+        "the same where each backward dispatches once more",
+        every_rank(2, recomputing_step(0, by_wire=True) + recomputing_step(1, by_wire=True)),
+    ),
+    "frozen-input-by-wire": Case(
+        "the same without a dispatch backward, then with several and no combine backward",
+        every_rank(
+            3,
+            forward(A_BY_WIRE)
+            + forward(B_BY_WIRE)
+            + combine_backward(B_BY_WIRE)
+            + lone_dispatch_backward(A_BY_WIRE)
+            + lone_dispatch_backward(B_BY_WIRE)
+            + forward(A2_BY_WIRE),
+        ),
+    ),
+    "refusals-by-wire": Case(
+        "each op of the backward and combine refused, then the same again",
+        every_rank(
+            3,
+            route(A_BY_WIRE)
+            + dispatch(A_BY_WIRE)
+            + experts(A_BY_WIRE)
+            + refused_combine(A_BY_WIRE)
+            + combine(A_BY_WIRE)
+            + refused_combine_backward(A_BY_WIRE)
+            + combine_backward(A_BY_WIRE)
+            + experts_backward(A_BY_WIRE)
+            + refused_dispatch_backward(A_BY_WIRE)
+            + lone_dispatch_backward(A_BY_WIRE)
+            + route(A2_BY_WIRE)
+            + dispatch(A2_BY_WIRE),
+        ),
+    ),
+    "two-streams-by-wire": Case(
+        "two micro-batches, each with its own stream, frame and workspace",
+        every_rank(2, forward(A_BY_WIRE), forward(BY_WIRE_ON_STREAM_1)),
+    ),
+    "fine-training-steps-by-wire": Case(
+        "two steps on two ranks, with stores in flight and cells polled one by one",
+        every_rank(2, training_step(0, by_wire=True) + training_step(1, by_wire=True)),
+        fine=True,
     ),
     "fine-training-steps": Case(
         "the same on two ranks, with stores in flight and cells polled one by one",
@@ -458,6 +533,64 @@ BROKEN: dict[str, Case] = {
         ),
         "corrupt",
         "stash rows",
+    ),
+    "expanded-before-arrived": Case(
+        "rows are copied into their slots before they are there",
+        every_rank(2, moved("expand rows", "push rows", forward(A_BY_WIRE))),
+        "corrupt",
+        "expand rows reads slots[0] of rank 1",
+    ),
+    "expanded-after-next-count": Case(
+        "rows are copied into their slots after the next dispatch has said that they may be overwritten",
+        every_rank(
+            2,
+            moved("expand rows", "publish count", route(A_BY_WIRE) + dispatch(A_BY_WIRE) + route(B_BY_WIRE))
+            + dispatch(B_BY_WIRE),
+        ),
+        "corrupt",
+        "wire_rows[0]",
+    ),
+    "added-after-ready": Case(
+        "sums are pulled before they are made",
+        every_rank(2, moved("add rows", "publish ready", forward(A_BY_WIRE))),
+        "corrupt",
+        "wire_rows[0]",
+    ),
+    "pushed-while-expanded": Case(
+        "without COUNT a peer sends the next rows while these are still copied into their slots",
+        every_rank(
+            2,
+            without_wait("count", route(A_BY_WIRE) + dispatch(A_BY_WIRE) + route(B_BY_WIRE) + dispatch(B_BY_WIRE)),
+        ),
+        "corrupt",
+        "wire_rows[0]",
+    ),
+    "slots-before-count": Case(
+        "a rank computes its next slots while a peer still looks there for where its rows belong",
+        every_rank(
+            2, route(A_BY_WIRE) + dispatch(A_BY_WIRE) + moved("compute slots", "advance round", route(A2_BY_WIRE))
+        ),
+        "corrupt",
+        "expand rows touches slots[0] of rank 0 under 'compute slots' of rank 0",
+    ),
+    "sums-shared-by-workspaces": Case(
+        "sums are made where a peer still pulls others, whose workspace's ACK nobody awaits",
+        every_rank(
+            2,
+            forward(A_BY_WIRE)
+            + forward(BY_WIRE_ON_STREAM_1)
+            + sharing(
+                "grad_wire_rows", lone_dispatch_backward(A_BY_WIRE) + lone_dispatch_backward(BY_WIRE_ON_STREAM_1)
+            ),
+        ),
+        "corrupt",
+        "pull gradients touches grad_wire_rows[0] of rank 0 under 'add gradients' of rank 0",
+    ),
+    "wire-rows-shared-by-workspaces": Case(
+        "two streams have a workspace each, and one region of rows by wire",
+        every_rank(2, sharing("wire_rows", forward(A_BY_WIRE)), sharing("wire_rows", forward(BY_WIRE_ON_STREAM_1))),
+        "corrupt",
+        "wire_rows[0]",
     ),
     "workspace-without-claim": Case(
         "two streams use one workspace at once",

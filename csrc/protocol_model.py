@@ -167,6 +167,7 @@ class Use:
 
     `recv_in_workspace`: the plan has save_recv=False. `alias`: the data regions of a workspace share their bytes.
     `in_window`: the experts write into the window themselves; otherwise the op stages their rows.
+    `by_wire`: a token crosses once for each rank, as a row that is copied there, or as a sum that was made there.
     """
 
     frame: int = 0
@@ -175,6 +176,7 @@ class Use:
     recv_in_workspace: bool = False
     alias: bool = False
     in_window: bool = True
+    by_wire: bool = False
 
     @property
     def round(self) -> str:
@@ -214,6 +216,22 @@ class Use:
     @property
     def grad_recv(self) -> Rows:
         return Rows(f"{'backward' if self.alias else 'grad_recv'}[{self.workspace}]", self.tag + " grad in")
+
+    @property
+    def wire_rows(self) -> Rows:
+        return Rows(f"wire_rows[{self.workspace}]", self.tag)
+
+    @property
+    def wire_sums(self) -> Rows:
+        return Rows(f"wire_rows[{self.workspace}]", self.tag + " out")
+
+    @property
+    def grad_wire_rows(self) -> Rows:
+        return Rows(f"grad_wire_rows[{self.workspace}]", self.tag + " grad out")
+
+    @property
+    def grad_wire_sums(self) -> Rows:
+        return Rows(f"grad_wire_rows[{self.workspace}]", self.tag + " grad in")
 
     @property
     def pages(self) -> Rows:
@@ -260,7 +278,27 @@ def refused_route(u: Use, *, holds_workspace: bool = True) -> Steps:
 
 
 def dispatch(u: Use) -> Steps:
-    return [Move("push rows", reads=(u.slots,), writes=(sent(u.recv),)), *barrier(u.cell("arrived"), u.round)]
+    pushed = u.wire_rows if u.by_wire else u.recv
+    return [
+        Move("push rows", reads=(u.slots,), writes=(sent(pushed),)),
+        *barrier(u.cell("arrived"), u.round),
+        *expand(u, "expand rows", u.wire_rows, u.recv),
+    ]
+
+
+def expand(u: Use, name: str, wire_rows: Rows, received: Rows) -> Steps:
+    """Copy rows that came once into their slots; which slots these are the senders' slot maps say."""
+    return [Move(name, reads=(pulled(u.slots), wire_rows), writes=(received,))] if u.by_wire else []
+
+
+def add(u: Use, name: str, rows: Rows, sums: Rows) -> Steps:
+    """Add this rank's rows of each token of its peers, for them to pull."""
+    return [Move(name, reads=(pulled(u.slots), rows), writes=(sums,))] if u.by_wire else []
+
+
+def read_by_pull(u: Use, rows: Rows, sums: Rows) -> tuple[Rows, ...]:
+    """List what a pull reads: of the sums only those that were made for this rank."""
+    return (u.slots, pulled(rows), *([sent(sums)] if u.by_wire else []))
 
 
 def experts(u: Use) -> Steps:
@@ -275,9 +313,10 @@ def stage_expert_out(u: Use) -> Steps:
 def combine(u: Use) -> Steps:
     return [
         *stage_expert_out(u),
+        *add(u, "add rows", u.expert_out, u.wire_sums),
         Advance(u.forward_use),
         *barrier(u.cell("ready"), u.forward_use),
-        Move("pull rows", reads=(u.slots, pulled(u.expert_out))),
+        Move("pull rows", reads=read_by_pull(u, u.expert_out, u.wire_sums)),
         Publish(u.cell("ack"), u.forward_use),
     ]
 
@@ -285,6 +324,7 @@ def combine(u: Use) -> Steps:
 def refused_combine(u: Use) -> Steps:
     return [
         *stage_expert_out(u),
+        *add(u, "add rows", u.expert_out, u.wire_sums),
         Advance(u.forward_use),
         *barrier(u.cell("ready"), u.forward_use),
         *barrier(u.cell("ack"), u.forward_use, after_refusal=True),
@@ -299,8 +339,9 @@ def combine_backward(u: Use) -> Steps:
     return [
         *enter_backward(u),
         *barrier(u.cell("go"), u.backward_use),
-        Move("push gradients", reads=(u.slots,), writes=(sent(u.grad_expert_out),)),
+        Move("push gradients", reads=(u.slots,), writes=(sent(u.grad_wire_rows if u.by_wire else u.grad_expert_out),)),
         *barrier(u.cell("grad_arrived"), u.backward_use),
+        *expand(u, "expand gradients", u.grad_wire_rows, u.grad_expert_out),
     ]
 
 
@@ -331,9 +372,10 @@ def stage_grad_recv(u: Use) -> Steps:
 def dispatch_backward(u: Use) -> Steps:
     return [
         *stage_grad_recv(u),
+        *add(u, "add gradients", u.grad_recv, u.grad_wire_sums),
         Remember(u.last_ready, u.backward_use),
         *barrier(u.cell("grad_ready"), u.backward_use),
-        Move("pull gradients", reads=(u.slots, pulled(u.grad_recv))),
+        Move("pull gradients", reads=read_by_pull(u, u.grad_recv, u.grad_wire_sums)),
         Publish(u.cell("grad_ack"), u.backward_use),
     ]
 
@@ -341,6 +383,7 @@ def dispatch_backward(u: Use) -> Steps:
 def refused_dispatch_backward(u: Use) -> Steps:
     return [
         *stage_grad_recv(u),
+        *add(u, "add gradients", u.grad_recv, u.grad_wire_sums),
         Remember(u.last_ready, u.backward_use),
         *barrier(u.cell("grad_ready"), u.backward_use),
         *barrier(u.cell("grad_ack"), u.backward_use, after_refusal=True),
