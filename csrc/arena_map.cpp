@@ -30,14 +30,16 @@ const Geometry& checked(const Geometry& g, std::size_t num_windows) {
   return g;
 }
 
-PushTarget target_of(const RowFormat& format, std::int64_t rows, std::int64_t scales, std::int64_t row_scales) {
-  return {format, rows, format.scale_row_bytes > 0 ? scales : -1, format.format == kNvfp4 ? row_scales : -1, -1, -1};
+PushTarget target_of(const RowFormat& format, const WireFormat& wire, std::int64_t rows, std::int64_t scales,
+                     std::int64_t row_scales) {
+  const std::int64_t own_scales = format.scale_row_bytes > 0 ? scales : -1;
+  return {format, wire, rows, own_scales, format.format == kNvfp4 ? row_scales : -1, -1, -1, -1};
 }
 
 // Of a frame or of a forward workspace: whichever holds the received rows.
 template <typename Offsets>
-PushTarget receiving(const RowFormat& format, const Offsets& set) {
-  return target_of(format, set.recv_tokens, set.recv_scales, set.recv_row_scales);
+PushTarget receiving(const Geometry& g, const Offsets& set) {
+  return target_of(g.recv, g.wire, set.recv_tokens, set.recv_scales, set.recv_row_scales);
 }
 
 // Blocked scales travel by way of `wire`, and lie in tiles then.
@@ -76,20 +78,22 @@ std::int64_t ArenaMap::row_bytes(const RowFormat& format) const {
 // Rows that are not kept until backward lie in the forward workspace.
 PushTarget ArenaMap::received(std::int32_t frame_idx, std::int32_t workspace) const {
   const FrameOffsets& set = frame(frame_idx);
-  return set.recv_tokens >= 0 ? receiving(geometry_.recv, set) : receiving(geometry_.recv, forward(workspace));
+  return set.recv_tokens >= 0 ? receiving(geometry_, set) : receiving(geometry_, forward(workspace));
 }
 
 PushTarget ArenaMap::forward_target(const DispatchCall& call) const {
   PushTarget target = by_wire(received(call.frame, call.workspace), forward(call.workspace).recv_scales_wire);
   if (call.repeats == 0) target.weights = frame(call.frame).recv_topk_weights;
+  if (geometry_.dedups != 0) target.wire_rows = forward(call.workspace).wire_rows;
   return target;
 }
 
 PushTarget ArenaMap::backward_target(const DispatchCall& call) const {
   const BackwardOffsets& set = backward(call.workspace);
-  const PushTarget rows =
-      target_of(geometry_.grad, set.grad_expert_out, set.grad_expert_out_scales, set.grad_expert_out_row_scales);
-  return by_wire(rows, set.grad_expert_out_scales_wire);
+  PushTarget target = target_of(geometry_.grad, geometry_.grad_wire, set.grad_expert_out, set.grad_expert_out_scales,
+                                set.grad_expert_out_row_scales);
+  if (geometry_.dedups != 0) target.wire_rows = set.grad_wire_rows;
+  return by_wire(target, set.grad_expert_out_scales_wire);
 }
 
 void ArenaMap::check_num_tokens(std::int32_t num_tokens) const {

@@ -13,10 +13,12 @@ namespace epbuf {
 inline bool is_quantised(const RowFormat& format) { return format.format != kSame && format.format != kRaw; }
 
 // Where pushed rows land in every window; -1 where nothing of the kind travels. `tiles`: where scales that came row by
-// row are tiled once all have arrived; -1: they stay as they are.
+// row are tiled once all have arrived; -1: they stay as they are. `wire_rows`: where rows for several slots of a rank
+// land; -1: every row goes to its slot.
 struct PushTarget {
   const RowFormat& format;
-  std::int64_t rows, scales, row_scales, weights, tiles;
+  const WireFormat& wire;
+  std::int64_t rows, scales, row_scales, weights, tiles, wire_rows;
 };
 
 class ArenaMap {
@@ -38,6 +40,9 @@ class ArenaMap {
   PushTarget received(std::int32_t frame, std::int32_t workspace) const;  // where a dispatch puts rows, without weights
   PushTarget forward_target(const DispatchCall& call) const;
   PushTarget backward_target(const DispatchCall& call) const;
+
+  // Whether peers read slot_map: every row of it says where a token goes, or that there is none.
+  bool shares_slots() const { return geometry_.dedups != 0 || geometry_.adds_by_rank != 0; }
 
   // All throw NativeError.
   void check_num_tokens(std::int32_t num_tokens) const;

@@ -112,14 +112,14 @@ void bind_layout(py::module_& m) {
   bind_offsets<W>(m, "ForwardOffsets", "ready_cells", &W::ready_cells, "ack_cells", &W::ack_cells, "route_base",
                   &W::route_base, "route_scratch", &W::route_scratch, "expert_out", &W::expert_out, "recv_tokens",
                   &W::recv_tokens, "recv_scales", &W::recv_scales, "recv_row_scales", &W::recv_row_scales,
-                  "recv_scales_wire", &W::recv_scales_wire);
+                  "recv_scales_wire", &W::recv_scales_wire, "wire_rows", &W::wire_rows);
   using B = BackwardOffsets;
   bind_offsets<B>(m, "BackwardOffsets", "go_cells", &B::go_cells, "grad_arrived_cells", &B::grad_arrived_cells,
                   "grad_ready_cells", &B::grad_ready_cells, "grad_ack_cells", &B::grad_ack_cells, "grad_expert_out",
                   &B::grad_expert_out, "grad_expert_out_scales", &B::grad_expert_out_scales,
                   "grad_expert_out_row_scales", &B::grad_expert_out_row_scales, "grad_expert_out_scales_wire",
                   &B::grad_expert_out_scales_wire, "grad_recv_tokens", &B::grad_recv_tokens, "grad_recv_topk_weights",
-                  &B::grad_recv_topk_weights);
+                  &B::grad_recv_topk_weights, "grad_wire_rows", &B::grad_wire_rows);
 }
 
 void bind_geometry(py::module_& m) {
@@ -130,13 +130,17 @@ void bind_geometry(py::module_& m) {
   using S = StashFormat;
   bind_struct<S>(m, "StashFormat", "num_pages", &S::num_pages, "page_rows", &S::page_rows, "page_bytes", &S::page_bytes,
                  "scales_offset", &S::scales_offset, "row_scales_offset", &S::row_scales_offset);
+  using W = WireFormat;
+  bind_struct<W>(m, "WireFormat", "row_bytes", &W::row_bytes, "scales_offset", &W::scales_offset, "row_scale_offset",
+                 &W::row_scale_offset);
   using G = Geometry;
   bind_struct<G>(m, "Geometry", "rank", &G::rank, "num_ranks", &G::num_ranks, "num_experts", &G::num_experts,
                  "num_local_experts", &G::num_local_experts, "num_topk", &G::num_topk, "hidden", &G::hidden,
                  "expert_alignment", &G::expert_alignment, "max_tokens_per_rank", &G::max_tokens_per_rank,
                  "token_dtype", &G::token_dtype, "max_num_sms", &G::max_num_sms, "capacity_rows", &G::capacity_rows,
                  "token_row_bytes", &G::token_row_bytes, "route_chunk_tokens", &G::route_chunk_tokens, "timeout_us",
-                 &G::timeout_us, "recv", &G::recv, "grad", &G::grad, "stash", &G::stash);
+                 &G::timeout_us, "recv", &G::recv, "grad", &G::grad, "stash", &G::stash, "wire", &G::wire, "grad_wire",
+                 &G::grad_wire, "dedups", &G::dedups, "adds_by_rank", &G::adds_by_rank);
 }
 
 void bind_calls(py::module_& m) {

@@ -181,6 +181,7 @@ struct ForwardOffsets {
   std::int64_t ready_cells, ack_cells, route_base, route_scratch, expert_out;
   std::int64_t recv_tokens, recv_scales, recv_row_scales;  // -1 when the plan keeps them in the frame
   std::int64_t recv_scales_wire;                           // -1 when scales are received where they lie
+  std::int64_t wire_rows;                                  // -1 when every row crosses on its own, both ways
 };
 
 struct BackwardOffsets {
@@ -188,6 +189,7 @@ struct BackwardOffsets {
   std::int64_t grad_expert_out, grad_expert_out_scales, grad_expert_out_row_scales;
   std::int64_t grad_expert_out_scales_wire;  // -1 when scales are received where they lie
   std::int64_t grad_recv_tokens, grad_recv_topk_weights;
+  std::int64_t grad_wire_rows;  // -1 when every row crosses on its own, both ways
 };
 
 constexpr std::int32_t kMaxTopk = 64;
@@ -204,6 +206,13 @@ struct RowFormat {
   std::int64_t scale_row_bytes;  // block scales of a row where they lie, padding included; 0: none
   std::int64_t wire_row_bytes;   // and as they travel: a multiple of 16
   std::int64_t scale_bytes;      // block scales of a row without it
+};
+
+// Rows of `wire_rows` [R * T, row_bytes]: that of token t of rank r is r * max_tokens_per_rank + t. It holds a row as
+// it travels, data, block scales and row scale, or the sum of the token's rows on the region's rank (wire.h).
+struct WireFormat {
+  std::int64_t row_bytes;                        // from one row to the next
+  std::int64_t scales_offset, row_scale_offset;  // from the start of a row
 };
 
 // The pages of the stash. A page holds data, then block scales, then row scales of `page_rows` rows, as they lie in the
@@ -227,6 +236,9 @@ struct Geometry {
   RowFormat recv;  // of dispatch
   RowFormat grad;  // of combine backward
   StashFormat stash;
+  WireFormat wire, grad_wire;  // of wire_rows and of grad_wire_rows
+  std::int32_t dedups;         // dispatch and combine backward use them
+  std::int32_t adds_by_rank;   // combine and dispatch backward do
 };
 
 // Where a call's rows come from.
@@ -464,6 +476,26 @@ struct PushKernel {
   std::uint64_t scales, row_scales;  // of rows that are encoded already; 0 otherwise
   std::int64_t scales_row_stride_bytes;
   std::int64_t scales_region, row_scales_region;  // -1: none travel
+  std::int64_t wire_region;                       // wire_rows; -1: every row goes to its slot
+  WireFormat wire;
+  std::int32_t max_tokens;     // rows of slot_map, for peers that read it: those behind num_tokens say "no slot"
+  std::uint32_t shares_slots;  // they do
+};
+
+// dispatch and combine backward, after the round: rows of wire_rows into their slots on this rank. combine and dispatch
+// backward, before it: the sums of rows of this rank into wire_rows.
+struct WireKernel {
+  KernelCall call;
+  std::int64_t slot_map;  // region [T, K] int64, read at the peers
+  std::uint64_t wire;     // wire_rows of this rank
+  WireFormat wire_format;
+  std::uint64_t rows;                // recv_tokens or grad_expert_out; expert_out or grad_recv_tokens
+  std::uint64_t scales, row_scales;  // of the first two; 0: none
+  std::int64_t row_bytes;
+  std::int64_t scale_bytes;  // of a row as it travels
+  std::int32_t max_tokens, num_topk;
+  std::int32_t num_splits;  // warps that share a row
+  std::uint32_t reserved;
 };
 
 // Scales of received rows, as they travelled, into 128x4 tiles.
@@ -511,7 +543,9 @@ struct PullKernel {
   std::int64_t row_bytes;
   std::int32_t num_tokens, num_topk;
   std::int32_t num_splits;  // warps that share a row
-  std::uint32_t reserved;
+  std::int32_t max_tokens;
+  std::int64_t wire_region;  // wire_rows, where sums by rank lie; -1: rows are added in k order
+  std::int64_t wire_row_bytes;
 };
 
 // The backward of a weighted combine's multiplication, in place on grad_expert_out.

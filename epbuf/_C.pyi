@@ -173,6 +173,7 @@ class ForwardOffsets:
     recv_scales: int
     recv_row_scales: int
     recv_scales_wire: int
+    wire_rows: int
     def __init__(self) -> None: ...
 
 class BackwardOffsets:
@@ -188,6 +189,7 @@ class BackwardOffsets:
     grad_expert_out_scales_wire: int
     grad_recv_tokens: int
     grad_recv_topk_weights: int
+    grad_wire_rows: int
     def __init__(self) -> None: ...
 
 class RowFormat:
@@ -205,6 +207,12 @@ class StashFormat:
     page_bytes: int
     scales_offset: int
     row_scales_offset: int
+    def __init__(self) -> None: ...
+
+class WireFormat:
+    row_bytes: int
+    scales_offset: int
+    row_scale_offset: int
     def __init__(self) -> None: ...
 
 class Geometry:
@@ -225,6 +233,10 @@ class Geometry:
     recv: RowFormat
     grad: RowFormat
     stash: StashFormat
+    wire: WireFormat
+    grad_wire: WireFormat
+    dedups: int
+    adds_by_rank: int
     def __init__(self) -> None: ...
 
 class RouteCall:

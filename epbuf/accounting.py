@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from epbuf.config import Payload, round_up
+from epbuf.errors import ConfigError
 from epbuf.plan import COUNT_HEADER_CELLS, Plan
 
 _CELL_BYTES = 8
@@ -35,6 +36,8 @@ class Push:
         padding: padding rows written, their scales included.
         slots: the slot map read.
         tiling: blocked scales of kept and padding rows read where they arrived and written into their tiles.
+        wire: rows that cross once for several slots, with their scales, written and read where they arrive, and the
+            slot maps that their receivers read.
     """
 
     payload: int
@@ -43,11 +46,12 @@ class Push:
     padding: int
     slots: int
     tiling: int = 0
+    wire: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.payload + self.scales + self.weights + self.padding + self.slots + self.tiling
+        return self.payload + self.scales + self.weights + self.padding + self.slots + self.tiling + self.wire
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,18 @@ class Pull:
         rows: each kept row read, a row of each live token written.
         weights: dispatch backward: a gradient of each kept row read, one of each (token, k) written.
         slots: the slot map read.
+        wire: sums of several rows written and read, and the slot maps read by those who add.
     """
 
     rows: int
     weights: int
     slots: int
+    wire: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.rows + self.weights + self.slots
+        return self.rows + self.weights + self.slots + self.wire
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,12 @@ class Traffic:
     stash: int
 
 
-def traffic(plan: Plan, counts: Counts, num_tokens: Sequence[int]) -> Traffic:
+def traffic(plan: Plan, counts: Counts, num_tokens: Sequence[int], num_by_wire: int | None = None) -> Traffic:
     """Count the bytes of one round.
+
+    Args:
+        num_by_wire: how often, in all, a token has several kept rows on one rank that is not its own, which counts do
+            not tell; needed where the plan dedups or adds by rank.
 
     Example, R = 1, E = 2, K = 1, H = 8 bf16 (rows of 16 bytes), A = 4, 3 tokens, counts [[3, 0]]: dispatch reads 3 rows
     and writes 3 (payload 96) and one row of padding (16); combine reads 3 and writes 3 (96); staging copies 4 (128).
@@ -104,12 +114,13 @@ def traffic(plan: Plan, counts: Counts, num_tokens: Sequence[int]) -> Traffic:
     num_slots = tokens * config.num_topk
     cells = config.num_ranks**2 * (config.num_experts + COUNT_HEADER_CELLS)
     pulled, slots = (kept + tokens) * plan.token_row_bytes, num_slots * _SLOT_BYTES
+    by_wire = _num_by_wire(plan, num_by_wire)
     return Traffic(
         route=2 * num_slots * _ID_BYTES + slots + 2 * cells * _CELL_BYTES,
-        dispatch=_push(plan, config.dispatch_payload, (tokens, kept, padding), has_weights=True),
-        combine=Pull(pulled, 0, slots),
-        combine_backward=_push(plan, config.combine_grad_payload, (tokens, kept, padding), has_weights=False),
-        dispatch_backward=Pull(pulled, (kept + num_slots) * _WEIGHT_BYTES, slots),
+        dispatch=_push(plan, config.dispatch_payload, (tokens, kept, padding, by_wire), has_weights=True),
+        combine=Pull(pulled, 0, slots, _sums(plan, by_wire)),
+        combine_backward=_push(plan, config.combine_grad_payload, (tokens, kept, padding, by_wire), has_weights=False),
+        dispatch_backward=Pull(pulled, (kept + num_slots) * _WEIGHT_BYTES, slots, _sums(plan, by_wire)),
         staging=2 * (kept + padding) * plan.token_row_bytes,
         stash=4 * (kept + padding) * (plan.row_bytes + _scale_bytes(config.dispatch_payload, config.hidden)),
     )
@@ -151,9 +162,29 @@ def _zones(plan: Plan, counts: Counts) -> Iterator[tuple[int, int, int, tuple[in
         yield expert // num_local_experts, expert, start, (first_padding, end)
 
 
-def _push(plan: Plan, payload: Payload, rows: tuple[int, int, int], *, has_weights: bool) -> Push:
-    """Count a dispatch of (tokens, kept rows, padding rows) in a payload."""
-    tokens, kept, padding = rows
+def _num_by_wire(plan: Plan, given: int | None) -> int:
+    if given is None and (plan.dedups or plan.adds_by_rank):
+        raise ConfigError(
+            f"traffic of a plan with wire={plan.config.wire!r} and combine_order={plan.config.combine_order!r} needs "
+            "num_by_wire: how often a token has several rows on one other rank"
+        )
+    return given or 0
+
+
+def _shared_slots(plan: Plan) -> int:
+    """Count what all ranks read of their peers' slot maps."""
+    config = plan.config
+    num_read = config.num_ranks * (config.num_ranks - 1) * config.max_tokens_per_rank * config.num_topk
+    return num_read * _SLOT_BYTES
+
+
+def _sums(plan: Plan, by_wire: int) -> int:
+    return 2 * by_wire * plan.token_row_bytes + _shared_slots(plan) if plan.adds_by_rank else 0
+
+
+def _push(plan: Plan, payload: Payload, rows: tuple[int, int, int, int], *, has_weights: bool) -> Push:
+    """Count a dispatch of (tokens, kept rows, padding rows, rows by wire) in a payload."""
+    tokens, kept, padding, by_wire = rows
     config = plan.config
     row_bytes = payload.row_bytes_for(config.hidden, config.token_dtype)
     wire_bytes = payload.wire_scale_row_bytes_for(config.hidden)
@@ -168,6 +199,7 @@ def _push(plan: Plan, payload: Payload, rows: tuple[int, int, int], *, has_weigh
         padding=padding * (row_bytes + scale_bytes),
         slots=num_slots * _SLOT_BYTES,
         tiling=(kept + padding) * (wire_bytes + tiled_bytes) if payload.scale_layout == "blocked" else 0,
+        wire=2 * by_wire * (row_bytes + scale_bytes) + _shared_slots(plan) if plan.dedups else 0,
     )
 
 

@@ -176,6 +176,7 @@ def combine(
 ) -> torch.Tensor:  # fmt: skip
     """Bring each token's rows back and add them: y[t] = sum over k, in float32 and k order, rounded once.
 
+    With combine_order="by_rank" each rank adds its rows of a token so, and y is the sum of what it gets, in rank order.
     Collective, like dispatch. Reads rows below `offs[-1]` only and never changes `expert_out`. `lease.expert_out`,
     written by the experts themselves, is read in place; any other tensor is staged by one copy of the live rows.
 

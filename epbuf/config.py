@@ -38,9 +38,6 @@ BLOCKED_TILE_SCALES = 4
 ALIASES = (("recv_tokens", "expert_out"), ("grad_expert_out", "grad_recv_tokens"))
 """Pairs of regions that may share bytes."""
 
-# Words of the API whose code does not exist yet.
-_NOT_YET = {"wire": ("dedup", "auto"), "combine_order": ("by_rank",)}
-
 
 @dataclass(frozen=True)
 class _Quantised:
@@ -300,10 +297,13 @@ class EpConfig(_Checked):
     """Raise ConfigError for ids >= E instead of only counting them; eager: one host read a call. All ranks agree."""
 
     wire: Literal["direct", "dedup", "auto"] = "direct"
-    """How rows cross to a rank: each row on its own (direct), or each token once. All ranks agree."""
+    """How dispatch and combine's backward reach a rank: each row on its own ("direct"), or a token once, and that rank
+    copies it to its slots ("dedup"), with the same result; "auto": the one that the plan expects to be faster.
+    All ranks agree."""
 
     combine_order: Literal["k", "by_rank"] = "k"
-    """Order of combine's sum: by k, or by rank and then k. All ranks agree."""
+    """Order of the sums of combine and of dispatch's backward: "k", or "by_rank": each rank adds its rows of a token in
+    k order and rounds, and these are added in rank order: one row from each rank. All ranks agree."""
 
     max_num_sms: Size | None = None
     """Most SMs that a data-moving kernel uses; None: as many as it likes. Ignored on CPU. All ranks agree."""
@@ -337,15 +337,6 @@ class EpConfig(_Checked):
             known = " and ".join(repr(pair) for pair in ALIASES)
             raise ConfigError(f"alias {unknown!r} is not a pair that may share bytes; the pairs are {known}")
         return pairs
-
-    @model_validator(mode="after")
-    def _check_words(self) -> EpConfig:
-        for field, words in _NOT_YET.items():
-            word = getattr(self, field)
-            if word in words:
-                default = type(self).model_fields[field].default
-                raise ConfigError(f"{field}={word!r} is not implemented in this version; use {field}={default!r}")
-        return self
 
     @model_validator(mode="after")
     def _check_experts(self) -> EpConfig:

@@ -101,7 +101,7 @@ class Engine(Protocol):
         """Move rows and weights into their slots; rows of the token dtype are encoded on the way."""
 
     def combine(self, place: Place, rows: Rows, weights: torch.Tensor | None, out: torch.Tensor) -> _C.Outcome:
-        """Add the rows of each token's slots, in k order, into `out`."""
+        """Add the rows of each token's slots, in the plan's order, into `out`."""
 
     def combine_backward(self, place: Place, grad: torch.Tensor, expects_open: bool) -> _C.Outcome:
         """Move gradients of tokens into the slots of their rows."""
@@ -474,7 +474,18 @@ def _geometry(plan: Plan, rank: int) -> _C.Geometry:
     geometry.recv = _row_format(config.dispatch_payload, config)
     geometry.grad = _row_format(config.combine_grad_payload, config)
     geometry.stash = _stash_format(plan)
+    geometry.dedups, geometry.adds_by_rank = int(plan.dedups), int(plan.adds_by_rank)
+    geometry.wire = _wire_format(plan, "wire_rows", plan.wire_offsets)
+    geometry.grad_wire = _wire_format(plan, "grad_wire_rows", plan.grad_wire_offsets)
     return geometry
+
+
+def _wire_format(plan: Plan, name: str, offsets: tuple[int, int, int]) -> _C.WireFormat:
+    """Fill in the places in a row of a region of rows by wire; the region of a plan without it has no rows."""
+    form = _C.WireFormat()
+    form.scales_offset, form.row_scale_offset, _ = offsets
+    form.row_bytes = plan.region(name).shape[1] if name in plan.lifetimes else 0
+    return form
 
 
 def _stash_format(plan: Plan) -> _C.StashFormat:

@@ -194,7 +194,7 @@ def combine(
     order: torch.Tensor, out: torch.Tensor, token: torch.Tensor, ticket: torch.Tensor | None,
     expert_out: torch.Tensor, topk_weights: torch.Tensor | None, has_backward: bool,
 ) -> None:  # fmt: skip
-    """Stage rows unless they lie in the window, then add each token's rows in k order into `out`.
+    """Stage rows unless they lie in the window, then add each token's rows in the plan's order into `out`.
 
     Received rows that are stashed go into their pages, if a backward may follow.
     """

@@ -50,6 +50,11 @@ STASH_TABLE_HEADER = 2
 STASH_COUNTERS_BYTES = 16
 """Room for `struct StashCounters` of csrc/layout.h."""
 
+NVLINK_BYTES_PER_S = 393e9
+COPY_BYTES_PER_S = 3.64e12
+"""Rates of the model behind wire="auto": a copy to a peer, one way, and a row read once and written several times.
+Source: measured on two H200 of one host, and on one."""
+
 _ITEM_BYTES = {
     "uint8": 1,
     "int32": 4,
@@ -101,6 +106,32 @@ class Region:
     def end(self) -> int:
         """Bytes from the start of the window to the first byte past the region."""
         return self.offset + self.nbytes
+
+
+@dataclass(frozen=True)
+class WireModel:
+    """Say what the two forms of `wire` cost one rank in dispatch and, unless inference_only, in combine's backward.
+
+    Every token chooses K experts, none of them twice, each set as likely as any other, and T tokens are live.
+
+    Attributes:
+        direct_bytes, dedup_bytes: what the rank sends to its peers.
+        copied_bytes: with "dedup", what it reads in `wire_rows` and writes into slots.
+    """
+
+    direct_bytes: int
+    dedup_bytes: int
+    copied_bytes: int
+
+    @property
+    def direct_us(self) -> float:
+        """Time of "direct", whose rows are where they belong when they have crossed."""
+        return self.direct_bytes / NVLINK_BYTES_PER_S * 1e6
+
+    @property
+    def dedup_us(self) -> float:
+        """Time of "dedup": first all rows cross, then they are copied."""
+        return (self.dedup_bytes / NVLINK_BYTES_PER_S + self.copied_bytes / COPY_BYTES_PER_S) * 1e6
 
 
 @dataclass(frozen=True)
@@ -244,6 +275,31 @@ class Plan:
         """Bytes of block scales in a row that combine's backward sends, padding included."""
         return self.config.combine_grad_payload.scale_row_bytes_for(self.config.hidden)
 
+    @cached_property
+    def wire_model(self) -> WireModel:
+        """What wire="auto" compares."""
+        return _wire_model(self.config)
+
+    @property
+    def dedups(self) -> bool:
+        """Whether a token crosses once to a rank that has several slots for it; never where there is one rank."""
+        return _dedups(self.config)
+
+    @property
+    def adds_by_rank(self) -> bool:
+        """Whether each rank adds its rows of a token; on one rank that is the order of k."""
+        return _adds_by_rank(self.config)
+
+    @property
+    def wire_offsets(self) -> tuple[int, int, int]:
+        """Where block scales and the row scale of a dispatched row lie in a row of `wire_rows`, and its bytes."""
+        return _wire_offsets(self.config.dispatch_payload, self.config)
+
+    @property
+    def grad_wire_offsets(self) -> tuple[int, int, int]:
+        """The same of a row of `grad_wire_rows`, for what combine's backward sends."""
+        return _wire_offsets(self.config.combine_grad_payload, self.config)
+
     def bytes_by_lifetime(self) -> dict[str, int]:
         """Return the bytes of all sets of each lifetime, alignment gaps included; their sum is `total_bytes`."""
         sizes = {str(word): sum(map(_span, sets)) for word, sets in self._sets.items()}
@@ -384,6 +440,7 @@ class Plan:
             "total_bytes": self.total_bytes,
             "recv_policy": self.recv_policy if isinstance(self.recv_policy, str) else list(self.recv_policy),
             **({} if self.stash_rows is None else {"stash_rows": self.stash_rows}),
+            **({"dedups": self.dedups} if self.config.wire == "auto" else {}),
             "regions": [_as_json(region) for region in self.regions],
         }
 
@@ -548,6 +605,57 @@ def _wire_needs(payload: Payload, config: EpConfig, capacity_rows: int, scales: 
     return [_Need(f"{scales}_wire", (capacity_rows, payload.wire_scale_row_bytes_for(config.hidden)), "uint8")]
 
 
+def _wire_model(config: EpConfig) -> WireModel:
+    num_experts, num_local, num_topk = config.num_experts, config.num_local_experts, config.num_topk
+    num_chosen = min(num_topk, num_experts)
+
+    def probability(num_slots: int) -> float:
+        if num_slots > num_chosen:
+            return 0.0
+        others = math.comb(num_experts - num_local, num_chosen - num_slots)
+        return math.comb(num_local, num_slots) * others / math.comb(num_experts, num_chosen)
+
+    slots, one = num_chosen * num_local / num_experts, probability(1)  # on one peer
+    several = 1.0 - probability(0) - one
+    payloads = [config.dispatch_payload] if config.inference_only else [
+        config.dispatch_payload, config.combine_grad_payload
+    ]  # fmt: skip
+    row_bytes = sum(_wire_offsets(payload, config)[2] for payload in payloads)
+    num_sent = config.max_tokens_per_rank * (config.num_ranks - 1)  # (token, peer)
+    slot_bytes = len(payloads) * num_topk * _ITEM_BYTES["int64"]
+    return WireModel(
+        direct_bytes=round(num_sent * slots * row_bytes),
+        dedup_bytes=round(num_sent * ((one + several) * row_bytes + slot_bytes)),
+        copied_bytes=round(num_sent * (several + slots - one) * row_bytes),
+    )
+
+
+def _dedups(config: EpConfig) -> bool:
+    if config.wire == "auto":
+        model = _wire_model(config)
+        return model.dedup_us < model.direct_us
+    return config.wire == "dedup" and config.num_ranks > 1
+
+
+def _adds_by_rank(config: EpConfig) -> bool:
+    return config.combine_order == "by_rank" and config.num_ranks > 1
+
+
+def _wire_offsets(payload: Payload, config: EpConfig) -> tuple[int, int, int]:
+    """Lay a row of `wire_rows`: data, block scales as they travel, and for nvfp4 the row scale."""
+    scales = payload.row_bytes_for(config.hidden, config.token_dtype)
+    row_scale = scales + payload.wire_scale_row_bytes_for(config.hidden)
+    return scales, row_scale, row_scale + (ROW_ALIGNMENT_BYTES if payload.format == "nvfp4" else 0)
+
+
+def _rows_by_wire(name: str, payload: Payload, config: EpConfig) -> list[_Need]:
+    """Return where rows of tokens that have several slots lie: T of each rank, as they came or as sums for it."""
+    row_bytes = _wire_offsets(payload, config)[2] if _dedups(config) else 0
+    if _adds_by_rank(config):
+        row_bytes = max(row_bytes, Payload.same().row_bytes_for(config.hidden, config.token_dtype))
+    return [_Need(name, (config.num_ranks * config.max_tokens_per_rank, row_bytes), "uint8")] if row_bytes else []
+
+
 def _cells(name: str, config: EpConfig) -> _Need:
     """Return one 8-byte cell per source rank."""
     return _Need(name, (config.num_ranks,), "int64")
@@ -604,6 +712,7 @@ def _forward_needs(config: EpConfig, capacity_rows: int, holds_rows: bool) -> li
     if holds_rows:
         needs += _recv_needs(config, capacity_rows)
     wire = _wire_needs(config.dispatch_payload, config, capacity_rows, "recv_scales")
+    wire += _rows_by_wire("wire_rows", config.dispatch_payload, config)
     return [*needs, *wire, _token_rows("expert_out", config, capacity_rows)]
 
 
@@ -614,6 +723,7 @@ def _backward_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
         *(_cells(name, config) for name in names),
         *_payload_needs(payload, config, capacity_rows, "grad_expert_out_", "grad_expert_out"),
         *_wire_needs(payload, config, capacity_rows, "grad_expert_out_scales"),
+        *_rows_by_wire("grad_wire_rows", payload, config),
         _token_rows("grad_recv_tokens", config, capacity_rows),
         _Need("grad_recv_topk_weights", (capacity_rows,), "float32"),
     ]
@@ -705,7 +815,25 @@ def _describe(plan: Plan) -> list[str]:
     payloads = f"dispatch {_payload_word(config.dispatch_payload)}"
     if not config.inference_only:
         payloads += f", combine backward {_payload_word(config.combine_grad_payload)}"
-    return [f"{sizes} {rows}", f"{capacity}; {payloads}", f"{plan.schedule}{_policy_words(plan)}"]
+    lines = [f"{sizes} {rows}", f"{capacity}; {payloads}", f"{plan.schedule}{_policy_words(plan)}"]
+    return [*lines, *_wire_words(plan)]
+
+
+def _wire_words(plan: Plan) -> list[str]:
+    """Say how rows cross and in which order sums are taken, and what "auto" has compared, unless both are defaults."""
+    config, model = plan.config, plan.wire_model
+    lines = []
+    if config.combine_order == "by_rank":
+        lines.append("combine adds by rank, then the sums of the ranks")
+    if config.wire == "dedup":
+        lines.append("wire dedup" if plan.dedups else "wire direct (dedup needs a peer)")
+    if config.wire == "auto":
+        direct = f"{human_bytes(model.direct_bytes)} in {model.direct_us:.0f} us"
+        dedup = (
+            f"{human_bytes(model.dedup_bytes)}, copying {human_bytes(model.copied_bytes)}, in {model.dedup_us:.0f} us"
+        )
+        lines.append(f"wire {'dedup' if plan.dedups else 'direct'} (auto): sending {direct}, or once a rank {dedup}")
+    return lines
 
 
 def _policy_words(plan: Plan) -> str:

@@ -4,8 +4,9 @@ Plain torch on lists that hold one entry per rank. No windows, no cells, no proc
 written so that a person can check it. Shape letters: R ranks, T_r tokens of rank r, K top-k, H hidden, E experts,
 L = E/R local experts, C receive capacity in rows, A expert alignment in rows.
 
-Row sums are taken in float32 in k order from +0.0 and rounded once, so results are exact to the bit, except
-the dot products of `combine_backward_weighted`, whose order over H is left to the engine.
+Row sums are taken in float32 in k order from +0.0 and rounded once (with combine_order="by_rank" once on each rank, and
+once more), so results are exact to the bit, except the dot products of `combine_backward_weighted`, whose order over H
+is left to the engine.
 """
 
 from __future__ import annotations
@@ -249,7 +250,9 @@ def combine(
     """Add up, for every token, the rows in its slots; a token with no slot gets zeros.
 
     The sum is in float32 in k order with one rounding. With weights each row is first multiplied in float32 by its
-    weight and rounded once to the token dtype, as in the copy that stages it into the window.
+    weight and rounded once to the token dtype, as in the copy that stages it into the window. With
+    combine_order="by_rank" the rows on each rank are added so, and their sums, of the token dtype, likewise in rank
+    order.
 
     >>> config = EpConfig(num_ranks=1, num_experts=2, num_topk=2, hidden=8, max_tokens_per_rank=2)
     >>> routing = route(config, 4, [torch.tensor([[1, 0], [-1, -1]])])
@@ -259,12 +262,25 @@ def combine(
     >>> combine(config, routing, [out], [torch.tensor([0.5, 2.0])])[0][:, 0].tolist()
     [7.0, 0.0]
 
+    In bf16, whose numbers between 256 and 512 are even, 256 + 1 + 1 + 1 is 259 in float32 and 260 as y. With the first
+    and the last row on rank 1 and two on rank 0 the ranks send 2 and 256 (257 rounded), and y is 258:
+
+    >>> sizes = dict(num_ranks=2, num_experts=4, num_topk=4, hidden=8, max_tokens_per_rank=1)
+    >>> ids = [torch.tensor([[2, 0, 1, 3]]), torch.empty(0, 4, dtype=torch.int64)]
+    >>> out = [torch.tensor([[first], [1.0]], dtype=torch.bfloat16).expand(2, 8) for first in (1.0, 256.0)]
+    >>> for order in ("k", "by_rank"):
+    ...     config = EpConfig(**sizes, combine_order=order)
+    ...     combine(config, route(config, 2, ids), out)[0][0, 0].item()
+    260.0
+    258.0
+
     Shapes: expert_out[r] [C, H] token dtype, recv_weights[r] [C] float32; result[r] [T_r, H] token dtype.
     """
     staged = list(expert_out)
     if recv_weights is not None:
         staged = [_scale_rows(rows, weights) for rows, weights in zip(expert_out, recv_weights, strict=True)]
-    return [_sum_slots(routing.slot_map[rank], staged) for rank in range(config.num_ranks)]
+    add = _sum_by_rank if config.combine_order == "by_rank" else _sum_slots
+    return [add(routing.slot_map[rank], staged) for rank in range(config.num_ranks)]
 
 
 def combine_backward(config: EpConfig, capacity_rows: int, routing: Routing, dy: Sequence[Tensor]) -> list[Tensor]:
@@ -312,8 +328,8 @@ def dispatch_backward(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Pull the gradients of received rows and weights back to their tokens: answer (dx, dw).
 
-    dx[t] is the sum over k as in `combine`. dw[t, k] is copied; 0 where there is no slot, and everywhere when the
-    weights have no gradient.
+    dx[t] is the sum over k, or by rank, as in `combine`. dw[t, k] is copied; 0 where there is no slot, and everywhere
+    when the weights have no gradient.
 
     Shapes: d_recv[r] [C, H] token dtype, d_recv_weights[r] [C] float32; results [T_r, H] token dtype, [T_r, K] float32.
     """
@@ -484,4 +500,13 @@ def _sum_slots(slots: Tensor, regions: Sequence[Tensor]) -> Tensor:
     total = torch.zeros(slots.shape[0], regions[0].shape[1], dtype=torch.float32)
     for k in range(slots.shape[1]):
         total += _pull(slots[:, k], regions)
+    return total.to(regions[0].dtype)
+
+
+def _sum_by_rank(slots: Tensor, regions: Sequence[Tensor]) -> Tensor:
+    """Add the rows of each token on each rank in k order, and the rounded sums in rank order. Shapes: likewise."""
+    total = torch.zeros(slots.shape[0], regions[0].shape[1], dtype=torch.float32)
+    for rank in range(len(regions)):
+        on_rank = torch.where(slot_ranks(slots) == rank, slots, NO_SLOT)
+        total += _sum_slots(on_rank, regions).float()
     return total.to(regions[0].dtype)

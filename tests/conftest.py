@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import routings
 import torch
 from ranks import Pool, virtual
+from routings import in_form
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "graphs")]  # the programs there are scripts that import each other
@@ -31,4 +33,12 @@ def spread(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     if request.param == "virtual":
         return virtual
     runner: Pool = request.getfixturevalue("pool")
-    return runner.run
+    fields = routings.form
+    return lambda num_ranks, run, *args, **limit: runner.run(num_ranks, in_form, fields, run, *args, **limit)
+
+
+@pytest.fixture(params=["direct", "by_wire"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test both ways: each row crosses on its own, and a token once for each rank, there and back."""
+    if request.param == "by_wire":
+        monkeypatch.setattr(routings, "form", routings.BY_WIRE)

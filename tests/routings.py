@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,12 @@ from torch import Tensor
 from epbuf import EpConfig
 
 TIMEOUT_S = 20
+
+BY_WIRE: dict[str, object] = {"wire": "dedup", "combine_order": "by_rank"}
+"""Tokens cross once for each rank, both ways."""
+
+form: dict[str, object] = {}
+"""Fields that every base_config of this process has; the fixture of that name sets BY_WIRE for a test."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,12 +37,22 @@ class Case:
 
     @property
     def seed(self) -> int:
-        return zlib.crc32(self.name.encode())
+        return zlib.crc32(self.name.split("+")[0].encode())
 
     def live_tokens(self, rank: int) -> Tensor | None:
         """Return what rank `rank` passes as `num_tokens=`."""
         live = self.num_tokens[rank]
         return None if live is None else torch.tensor([live], dtype=self.num_tokens_dtype)
+
+
+def in_form(rank: int, group: Any, fields: dict[str, object], function: Callable[..., Any], *args: Any) -> Any:
+    """Run a rank function on a process of its own with `form` as it is in the process that asked."""
+    global form
+    before, form = form, fields
+    try:
+        return function(rank, group, *args)
+    finally:
+        form = before
 
 
 Ids = Callable[[EpConfig, torch.Generator], Sequence[Tensor]]
@@ -60,6 +77,12 @@ def named_case(routing: str, num_ranks: int, alignment: int = 1, token_dtype: st
     if alignment == 16:
         topk_idx = [ids.to(torch.int32) for ids in topk_idx]
     return Case(name, config, topk_idx, live, live_dtype)
+
+
+def changed(case: Case, name: str, **fields: object) -> Case:
+    """Return the same routing and inputs on another configuration, which `name` tells apart."""
+    config = EpConfig(**(case.config.model_dump(exclude_defaults=True) | fields))
+    return replace(case, name=f"{case.name}+{name}", config=config)
 
 
 def shape_case(shape: str, num_ranks: int) -> Case:
@@ -121,7 +144,7 @@ def base_config(num_ranks: int, **changes: object) -> EpConfig:
         "max_tokens_per_rank": 12,
         "timeout_s": TIMEOUT_S,
     }
-    return EpConfig(**(fields | changes))
+    return EpConfig(**(fields | form | changes))
 
 
 def _balanced(config: EpConfig, generator: torch.Generator) -> list[Tensor]:

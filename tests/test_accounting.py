@@ -10,6 +10,7 @@ from routings import Case, named_case, random_case
 
 from epbuf import EpConfig, Payload, Plan, reference
 from epbuf.accounting import kept_rows, padding_rows, traffic
+from epbuf.errors import ConfigError
 
 
 def plan_of(**fields: object) -> Plan:
@@ -87,6 +88,21 @@ def test_blocked_scales_travel_in_rows_and_are_tiled() -> None:
     assert dispatch.tiling == (10 + 374) * (16 + 4)
     assert plan.region("recv_scales_wire").nbytes == plan.capacity_rows * 16
     assert plan.region("recv_scales").nbytes == plan.capacity_rows * 4
+
+
+def test_rows_by_wire_are_written_and_read_once_more() -> None:
+    """Three tokens have company on the other rank: their rows of 32 + 16 + 4 bytes, or sums of 128, and 2 slot maps."""
+    slot_maps = 2 * 4 * 2 * 8
+    plan = plan_of(wire="dedup", combine_order="by_rank", dispatch_payload="nvfp4")
+    moved = traffic(plan, COUNTS, [2, 3], num_by_wire=3)
+    assert moved.dispatch.wire == 2 * 3 * (32 + 16 + 4) + slot_maps
+    assert moved.combine_backward.wire == moved.combine.wire == moved.dispatch_backward.wire == 2 * 3 * 128 + slot_maps
+    direct = traffic(plan_of(dispatch_payload="nvfp4"), COUNTS, [2, 3])
+    assert moved.dispatch.total == direct.dispatch.total + moved.dispatch.wire
+    assert moved.combine.total == direct.combine.total + moved.combine.wire
+    assert traffic(plan_of(), COUNTS, [2, 3]).dispatch.wire == 0
+    with pytest.raises(ConfigError, match="num_by_wire"):
+        traffic(plan, COUNTS, [2, 3])
 
 
 def test_nothing_live_moves_count_cells_only() -> None:

@@ -451,7 +451,7 @@ def test_backward_with_inference_only() -> None:
         pytest.param({"token_dtype": "fp64"}, "token_dtype='fp64'.*bf16", id="dtype"),
         pytest.param({"overflow_policy": "trap"}, "overflow_policy='trap'.*drop", id="policy"),
         pytest.param({"max_tokens_per_rank": 0}, "max_tokens_per_rank=0", id="tokens"),
-        pytest.param({"wire": "dedup"}, "wire='dedup'", id="not_yet"),
+        pytest.param({"wire": "once"}, "wire='once'.*dedup", id="wire"),
     ],
 )  # fmt: skip
 def test_config_refuses(changes: dict[str, object], says: str) -> None:

@@ -22,6 +22,8 @@ import epbuf
 from epbuf import generation
 from epbuf.errors import LeaseError, PeerTimeoutError, PlanMismatchError
 
+pytestmark = pytest.mark.usefixtures("form")
+
 Spread = Callable[..., list[Any]]
 CASE = named_case("some_negative", 1, 16, "fp32")
 IDS = CASE.topk_idx[0]

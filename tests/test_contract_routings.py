@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import Pool, virtual
 from rounds import DTYPES, compare, compare_rows, expected, play
-from routings import NAMED, SHAPES, Case, named_case, random_case, shape_case
+from routings import BY_WIRE, NAMED, SHAPES, Case, changed, named_case, random_case, shape_case
 from torch import Tensor
 
 Spread = Callable[..., list[Any]]
@@ -33,7 +33,10 @@ def _cases() -> dict[str, tuple[str, Case]]:
         for num_ranks in (1, 2, 4)
         if not (routing == "empty_rank" and num_ranks == 1)
     ] + [shape_case(shape, num_ranks) for shape in ("L5", "K_above_E", "H7168") for num_ranks in (2, 4)]
-    both = [("virtual", case) for case in (*named, *shaped, *drawn)] + [("processes", case) for case in processes]
+    virtual_ones, on_processes = [*named, *shaped, *drawn], list(processes)
+    virtual_ones += [changed(case, "by_wire", **BY_WIRE) for case in virtual_ones if case.config.num_ranks > 1]
+    on_processes += [changed(case, "by_wire", **BY_WIRE) for case in processes if case.config.num_ranks == 4]
+    both = [("virtual", case) for case in virtual_ones] + [("processes", case) for case in on_processes]
     return {f"{how}-{case.name}": (how, case) for how, case in both}
 
 
@@ -87,7 +90,7 @@ def test_every_row_of_the_receive_region(name: str, played: Played) -> None:
 
 @every_case
 def test_combine_sums_in_k_order(name: str, played: Played) -> None:
-    """Rules 6 and 8: y is the fp32 sum in k order, rounded once; a token with no live row gets zeros."""
+    """Rules 6 and 8: y is the fp32 sum in k order, or by rank, as rounded; a token with no live row gets zeros."""
     compare(played(name), expected(CASES[name][1], False, False), ("y",))
 
 

@@ -16,6 +16,8 @@ import epbuf
 from epbuf import reference
 from epbuf.errors import CapacityError, ConfigError
 
+pytestmark = pytest.mark.usefixtures("form")
+
 Spread = Callable[..., list[Any]]
 
 

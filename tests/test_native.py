@@ -70,8 +70,8 @@ def test_structs_start_empty() -> None:
     for name in ("ArenaOffsets", "FrameOffsets", "ForwardOffsets", "BackwardOffsets"):
         assert set(fields(getattr(_C, name)()).values()) == {-1}, name
     names = "Geometry RowFormat RouteCall DispatchCall CombineCall WeightGradCall DecodeCall StashCall StashFormat"
-    for name in [*names.split(), "Outcome", "ErrorRecord"]:
-        structs = ("recv", "grad", "stash")
+    for name in [*names.split(), "WireFormat", "Outcome", "ErrorRecord"]:
+        structs = ("recv", "grad", "stash", "wire", "grad_wire")
         values = {value for field, value in fields(getattr(_C, name)()).items() if field not in structs}
         assert values == {0}, name
 

@@ -33,6 +33,7 @@ POISON = 0xFF  # NaN in E8M0, E4M3 and float32
 COMPILE_LIMIT_S = 180
 
 every_payload = pytest.mark.parametrize("word", PAYLOADS)
+every_form = pytest.mark.usefixtures("form")
 
 
 def case_of(word: str, routing: str = "some_negative", num_ranks: int = 2, dtype: str = "bf16", **changes: Any) -> Case:
@@ -158,6 +159,7 @@ def _recv_weights(case: Case, routing: reference.Routing, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @every_payload
+@every_form
 def test_round_equals_the_reference(word: str, routing: str) -> None:
     """Data, scales and row scales, padding 0, nothing behind the zones, gradients of both directions: to the bit."""
     case = case_of(word, routing)
@@ -166,6 +168,7 @@ def test_round_equals_the_reference(word: str, routing: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("word", ["mxfp8", "fp8_block128", "nvfp4"])
+@every_form
 def test_weighted_round_equals_the_reference(word: str, dtype: str) -> None:
     """With weights the decoded gradient is multiplied, and the weights get theirs."""
     case = case_of(word, dtype=dtype)
@@ -179,6 +182,7 @@ def test_round_on_processes_equals_the_reference(num_ranks: int, pool: Pool) -> 
 
 
 @pytest.mark.parametrize(("recv", "grad"), [("same", "mxfp8"), ("nvfp4", "same"), ("fp8_block128", "nvfp4")])
+@every_form
 def test_directions_are_independent(recv: str, grad: str) -> None:
     """Each direction has the payload that the config names for it."""
     case = named_case("some_negative", 2, 16, hidden=128, dispatch_payload=recv, combine_grad_payload=grad)
@@ -226,6 +230,7 @@ def _captured(rank: int, group: Any, case: Case) -> list[tuple[list[Tensor], lis
 
 
 @every_payload
+@every_form
 def test_replays_equal_eager_steps(word: str) -> None:
     """Captured once and replayed with other values and routings: y, dx and received bytes equal eager, to the bit."""
     for rounds in virtual(2, _captured, case_of(word)):
@@ -332,6 +337,7 @@ def _trained(rank: int, group: Any, word: str) -> list[Tensor]:
 
 
 @every_payload
+@every_form
 def test_no_nan_comes_through_padding(word: str) -> None:
     """Over poison, with padding rows in every GEMM: results, data and weight gradients are finite."""
     for results in virtual(2, _trained, word):
@@ -373,6 +379,7 @@ def _trim(rank: int, group: Any, word: str, routing: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("routing", ["some_negative", "all_negative"])
 @every_payload
+@every_form
 def test_trimmed_rows_are_decoded(word: str, routing: str) -> None:
     """trim() cuts data, scales and carrier alike; with no row at all what it shows is zero."""
     case = case_of(word, routing)
@@ -455,6 +462,7 @@ def _raw_gradient(rank: int, group: Any, word: str, trims: bool) -> dict[str, An
 
 @pytest.mark.parametrize("trims", [False, True], ids=["all_rows", "trimmed"])
 @every_payload
+@every_form
 def test_raw_gradients_are_unpacked(word: str, trims: bool) -> None:
     """raw_grad=True: a NaN carrier, behind which unpack finds the bytes that travelled, until dispatch's backward."""
     case = case_of(word)
@@ -507,6 +515,7 @@ def _captured_raw(rank: int, group: Any) -> list[tuple[Tensor, Tensor]]:
     return [pair for both in zip(eager, replayed, strict=True) for pair in zip(*both, strict=True)]
 
 
+@every_form
 def test_raw_gradients_in_a_captured_step() -> None:
     for pairs in virtual(2, _captured_raw):
         assert all(torch.equal(eager, replayed) for eager, replayed in pairs)
@@ -523,6 +532,7 @@ def _ignored(rank: int, group: Any) -> Tensor:
         return x.grad
 
 
+@every_form
 def test_who_ignores_a_raw_gradient_gets_nan() -> None:
     assert all(dx.isnan().all() for dx in virtual(2, _ignored))
 
@@ -552,6 +562,7 @@ def _prequantised(rank: int, group: Any, word: str) -> dict[str, Any]:
 
 
 @every_payload
+@every_form
 def test_rows_that_are_encoded_already(word: str) -> None:
     """x_scales=: the bytes that fused quantisation sends; weights still get their gradient."""
     case = case_of(word)
@@ -615,6 +626,7 @@ def _faulty(rank: int, group: Any, name: str) -> tuple[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@every_form
 def test_wrong_encoded_input_is_refused_on_every_rank(name: str) -> None:
     """What was asked, found, and what to do; nothing moved, and the next call is right."""
     (told, _), (said, _) = results = virtual(2, _faulty, name)
@@ -639,6 +651,7 @@ def test_nvfp4_needs_both_scales() -> None:
             assert re.search(says, raised(ConfigError, send))
 
 
+@every_form
 def test_raw_rows_are_bytes() -> None:
     """raw takes uint8 rows of its size, with scales if and only if the payload has them."""
     case = named_case("some_negative", 1, 16, hidden=128, dispatch_payload=Payload.raw(48, 16))
@@ -658,6 +671,7 @@ def test_raw_rows_are_bytes() -> None:
         del recv
 
 
+@every_form
 def test_raw_gradients_with_weights_are_refused() -> None:
     """raw_grad=True with topk_weights: on every rank, and the same call without either is right."""
     case = case_of("mxfp8", num_ranks=1)
@@ -746,6 +760,7 @@ def _raw(rank: int, group: Any, scale_row_bytes: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scale_row_bytes", [0, 32])
+@every_form
 def test_raw_bytes_are_forwarded(scale_row_bytes: int) -> None:
     """raw: the caller's bytes and scales in their slots; nobody but the caller can decode them."""
     assert_raw(virtual(2, _raw, scale_row_bytes), scale_row_bytes)
@@ -764,6 +779,7 @@ def _raw_grad_bytes(rank: int, group: Any) -> tuple[list[Tensor], Tensor, int, s
         return seen, inputs.dy, int(recv.offs[-1]), refusal
 
 
+@every_form
 def test_raw_gradients_are_the_first_bytes_of_their_rows() -> None:
     """combine_grad_payload raw: data, then scales, are cut from the rows of y's gradient; raw_grad=True is a must."""
     results = virtual(2, _raw_grad_bytes)
@@ -835,6 +851,7 @@ def test_aliases_share_one_version_counter(word: str) -> None:
         assert torch.equal(rows.view(torch.uint8).flatten(), larger.view(torch.uint8).flatten()[-rows.nbytes :])
 
 
+@every_form
 def test_a_packed_view_is_data_then_scales() -> None:
     """lease.packed gives both in one buffer, which carve cuts into the views of the lease."""
     case = case_of("mxfp8", num_ranks=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -98,6 +99,8 @@ def plans(draw: st.DrawFn) -> Plan:
         save_recv=save_recv,
         inference_only=inference_only,
         alias=tuple(draw(st.lists(st.sampled_from(allowed), unique=True))) if allowed else (),
+        wire=draw(st.sampled_from(["direct", "dedup", "auto"])),
+        combine_order=draw(st.sampled_from(["k", "by_rank"])),
     )
     schedule = Schedule(draw(st.integers(1, 3)), draw(st.integers(1, 2)))
     words = ["keep"] if inference_only else ["keep", "recompute"]
@@ -133,6 +136,9 @@ def test_rows_of_every_region_are_16_byte_aligned(plan: Plan) -> None:
     for region in plan.regions:
         if region.name in ("recv_tokens", "expert_out", "grad_expert_out", "grad_recv_tokens"):
             assert region.nbytes // plan.capacity_rows % 16 == 0, region
+        if region.name in ("wire_rows", "grad_wire_rows"):
+            assert region.shape[0] == plan.config.num_ranks * plan.config.max_tokens_per_rank
+            assert region.shape[1] % 16 == 0, region
 
 
 @UNTIMED
@@ -505,3 +511,71 @@ def test_svg_draws_shared_bytes_in_two_lanes() -> None:
 def test_region_that_the_plan_has_not_is_a_key_error() -> None:
     with pytest.raises(KeyError):
         build(SMALL).region("recv_scales")
+
+
+def wire_sizes(**changes: Any) -> tuple[int, ...]:
+    """Return the bytes of a row of wire_rows and of grad_wire_rows; 0 where the plan has none."""
+    plan = build(SMALL, **changes)
+    names = [name for name in ("wire_rows", "grad_wire_rows") if name in plan.lifetimes]
+    return tuple(plan.region(name).shape[1] for name in names) or (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        pytest.param({}, (0, 0), id="default"),
+        pytest.param({"wire": "dedup"}, (512, 512), id="same"),
+        pytest.param({"wire": "dedup", "dispatch_payload": "mxfp8"}, (256 + 16, 512), id="mxfp8_with_scales"),
+        pytest.param({"wire": "dedup", "combine_grad_payload": "nvfp4"}, (512, 128 + 16 + 16), id="nvfp4_row_scale"),
+        pytest.param({"combine_order": "by_rank", "dispatch_payload": "mxfp8"}, (512, 512), id="sums_of_token_dtype"),
+        pytest.param(
+            {"wire": "dedup", "combine_order": "by_rank", "combine_grad_payload": "mxfp8"}, (512, 512), id="the_larger"
+        ),
+        pytest.param({"wire": "dedup", "num_ranks": 1}, (0, 0), id="nobody_to_send_to"),
+        pytest.param({"combine_order": "by_rank", "num_ranks": 1}, (0, 0), id="nobody_to_pull_from"),
+        pytest.param({"wire": "dedup", "inference_only": True}, (512,), id="no_backward"),
+    ],
+)
+def test_rows_by_wire_hold_a_row_of_every_token(changes: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    assert wire_sizes(**changes) == sizes
+
+
+def test_auto_compares_nvlink_with_local_memory() -> None:
+    """T=4096 K=8 on 2 ranks: 4 rows of 14336 bytes a token cross, or one; those that have company are copied."""
+    sizes = DEEPSEEK | {"num_ranks": 2, "inference_only": True}
+    plan = build(sizes, wire="auto")
+    model = plan.wire_model
+    none = math.comb(128, 8) / math.comb(256, 8)
+    one = 128 * math.comb(128, 7) / math.comb(256, 8)
+    assert model.direct_bytes == 4096 * 4 * 14336
+    assert model.dedup_bytes == pytest.approx(4096 * ((1 - none) * 14336 + 8 * 8), abs=1)
+    assert model.copied_bytes == pytest.approx(4096 * ((1 - none - one) + (4 - one)) * 14336, abs=1)
+    assert model.direct_us == pytest.approx(598, abs=1) and model.dedup_us == pytest.approx(230, abs=1)
+    assert plan.dedups and "wire dedup (auto): sending 224.0 MiB in 598 us" in str(plan)
+    assert plan.regions == build(sizes, wire="dedup").regions
+
+
+@pytest.mark.parametrize(
+    ("changes", "dedups"),
+    [
+        pytest.param({"num_ranks": 8}, True, id="two_rows_a_rank"),
+        pytest.param({"num_ranks": 1}, False, id="no_peer"),
+        pytest.param({"num_ranks": 8, "num_topk": 1}, False, id="one_row_a_token"),
+        pytest.param({"num_ranks": 8, "num_experts": 8}, False, id="one_expert_a_rank"),
+        pytest.param({"num_ranks": 2, "num_topk": 64, "num_experts": 4}, True, id="more_choices_than_experts"),
+    ],
+)
+def test_auto_takes_the_form_that_is_expected_to_be_faster(changes: dict[str, Any], dedups: bool) -> None:
+    plan = build(DEEPSEEK | changes, wire="auto")
+    assert plan.dedups == dedups == (plan.wire_model.dedup_us < plan.wire_model.direct_us)
+    assert ("wire_rows" in plan.lifetimes) == dedups
+    assert f"wire {'dedup' if dedups else 'direct'} (auto)" in str(plan)
+
+
+def test_plans_of_another_form_have_another_fingerprint() -> None:
+    forms: list[dict[str, Any]] = [{}, {"wire": "dedup"}, {"wire": "auto"}, {"combine_order": "by_rank"}]
+    assert len({build(SMALL, **form).fingerprint for form in forms}) == len(forms)
+    auto, dedup = (build(SMALL, wire=wire).to_json() for wire in ("auto", "dedup"))
+    assert describe_difference(auto, dedup) == "wire: rank 0 has 'auto', rank 1 has 'dedup'"
+    assert "combine adds by rank" in str(build(SMALL, combine_order="by_rank"))
+    assert "wire direct (dedup needs a peer)" in str(build(SMALL, wire="dedup", num_ranks=1))

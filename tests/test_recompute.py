@@ -73,6 +73,7 @@ def gradients(
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @each_policy
+@pytest.mark.usefixtures("form")
 def test_gradients_equal_those_of_kept_rows(policy: Any, num_ranks: int, routing: str) -> None:
     """Three layers over one workspace, two steps: y and every gradient, to the bit."""
     case = named_case(routing, num_ranks, 16, "fp32")
@@ -159,6 +160,7 @@ def eager_and_replayed(
 
 
 @each_policy
+@pytest.mark.usefixtures("form")
 def test_replays_equal_eager_steps(policy: Any) -> None:
     """Of rows that come back, and of rows that are kept."""
     case = named_case("some_negative", 2, 16, "fp32")
@@ -298,6 +300,7 @@ def _refused(rank: int, group: Any, case: Case, policy: str) -> tuple[str, list[
 
 
 @pytest.mark.parametrize("policy", ["recompute", "stash"])
+@pytest.mark.usefixtures("form")
 def test_a_backward_that_is_refused_may_be_tried_again(policy: str) -> None:
     """One rank's workspace is taken: all ranks raise and name it, nobody waits, and the retry gives the gradients."""
     case = named_case("some_negative", 2, 16, "fp32")

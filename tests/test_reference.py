@@ -225,6 +225,29 @@ def test_combine_rounds_once_without_weights_and_each_row_with() -> None:
     assert reference.combine(config, routing, [ones], [weights])[0].tolist() == [[2.0] * 8]
 
 
+def test_by_rank_adds_the_rounded_sums_of_the_ranks(drawn: Round) -> None:
+    """Walking the sorted routes: bf16 sums of each rank's rows in k order, added in rank order and rounded."""
+    config = EpConfig.model_validate(drawn.config.model_dump() | {"combine_order": "by_rank"})
+    generator = torch.Generator().manual_seed(7)
+    rows = [torch.randn(drawn.capacity, config.hidden, generator=generator).bfloat16() for _ in drawn.topk_idx]
+    sums: dict[tuple[int, int], dict[int, Tensor]] = {}
+    for (rank, token, _), (dest, row) in sorted(sorted_slots(drawn).items()):
+        of_rank = sums.setdefault((rank, token), {})
+        of_rank[dest] = of_rank.get(dest, torch.zeros(config.hidden)) + rows[dest][row].float()
+    want = [torch.zeros(len(ids), config.hidden).bfloat16() for ids in drawn.topk_idx]
+    for (rank, token), of_rank in sums.items():
+        total = torch.zeros(config.hidden)
+        for dest in range(config.num_ranks):
+            total = total + of_rank.get(dest, torch.zeros(config.hidden)).bfloat16().float()
+        want[rank][token] = total.bfloat16()
+    got = reference.combine(config, drawn.routing, rows)
+    equal(got, want)
+    equal(reference.dispatch_backward(config, drawn.routing, rows, None)[0], want)
+    in_k_order = reference.combine(drawn.config, drawn.routing, rows)
+    is_other = any(not torch.equal(a, b) for a, b in zip(got, in_k_order, strict=True))
+    assert is_other <= (config.num_ranks > 1) <= is_other | bool(drawn.routing.overflow)
+
+
 def autograd_round(drawn: Round, weighted: bool) -> dict[str, list[Tensor]]:
     """Differentiate dispatch and combine written as index_select, and answer all gradients by name."""
     x, w = [[v.double().requires_grad_() for v in values] for values in (drawn.tokens(), drawn.weights())]

@@ -231,6 +231,7 @@ def in_flight(
     ids=["worst", "all-stashed", "mixed", "keep-first"],
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.usefixtures("form")
 def test_micro_batches_in_flight(num_ranks: int, policy: Any, stash_rows: int | None) -> None:
     """Pages of nine open dispatches, taken and returned out of order: the bits of rows that are kept."""
     config = config_of(num_ranks, recv_capacity_per_rank=1200)
@@ -390,6 +391,7 @@ def bytes_read(
     ["mxfp8", "fp8_block128", "nvfp4", Payload.mxfp8(scale_layout="blocked"), Payload.nvfp4(scale_layout="blocked")],
     ids=["mxfp8", "fp8_block128", "nvfp4", "mxfp8-blocked", "nvfp4-blocked"],
 )
+@pytest.mark.usefixtures("form")
 def test_quantised_rows_come_back_with_their_scales(payload: Any, num_ranks: int) -> None:
     config = config_of(num_ranks, hidden=128, dispatch_payload=payload, expert_alignment=128)
     kept = virtual(num_ranks, bytes_read, config, "keep")
@@ -476,6 +478,7 @@ def check_too_few_pages(run: Callable[[str, int | None], Sequence[list[Any]]], c
     assert torch.equal(second[4], kept[1][4]) and torch.equal(first[4], kept[0][4])
 
 
+@pytest.mark.usefixtures("form")
 def test_too_few_pages_are_flagged_on_all_ranks() -> None:
     """As for a capacity, rows are dropped by position: those without a page count as zeros in backward."""
     config = config_of(2)

@@ -1,5 +1,7 @@
-// Combine and dispatch backward: stage own rows, pull the peers'. Weight gradients of a weighted combine.
+// Combine and dispatch backward: stage own rows, pull the peers', or sums of them. Weight gradients of a weighted
+// combine.
 #include <cstring>
+#include <vector>
 
 #include "context.h"
 #include "slot.h"
@@ -7,10 +9,11 @@
 namespace epbuf {
 namespace {
 
-// Where a call's rows are staged, and the float of each row that travels with them (-1: none).
-struct Staged {
-  std::int64_t rows_offset;
-  std::int64_t weights_offset;
+// Where the rows of a call lie in every window, and the sums of rows by rank.
+struct PulledRows {
+  std::int64_t rows;
+  std::int64_t wire_rows;
+  const WireFormat& wire;
 };
 
 // Rows without a gap go as one copy: libc then stores past the caches, which the peers' rows need more.
@@ -62,29 +65,87 @@ void stage_weights(const Context& context, const CombineCall& call, std::int64_t
   }
 }
 
-// out = sum over the live slots of a token, in k order; a token without any gets a zero row.
-void pull_row(const Context& context, std::int64_t rows_offset, const std::int64_t* slots, std::byte* out) {
+// The sum of what several rows of this rank hold for a token of another one, for that rank to pull.
+void add_for_peers(const Context& context, std::int32_t frame, const PulledRows& from) {
   const Geometry& g = context.geometry();
-  const std::byte* rows[kMaxTopk];
-  std::int32_t num_rows = 0;
-  for (std::int32_t k = 0; k < g.num_topk; ++k) {
-    if (slots[k] == kNoSlot) continue;
-    const Slot slot = unpack_slot(slots[k]);
-    rows[num_rows++] = context.windows().at<const std::byte>(slot.rank, rows_offset) + slot.row * g.token_row_bytes;
-  }
-  if (num_rows == 0) {
-    std::memset(out, 0, static_cast<std::size_t>(g.token_row_bytes));
-  } else {
-    context.kernels().sum(rows, num_rows, out, g.hidden);
-  }
+  if (g.adds_by_rank == 0) return;
+  const std::byte* own = context.windows().own<const std::byte>(from.rows);
+  context.for_each_by_wire(frame, from.wire_rows, from.wire, [&](const RowsOnRank& here, std::byte* sum) {
+    const std::byte* rows[kMaxTopk];
+    for (std::int32_t i = 0; i < here.num; ++i) rows[i] = own + here.rows[i] * g.token_row_bytes;
+    context.kernels().sum(rows, here.num, sum, g.hidden);
+  });
 }
 
-void pull_rows(const Context& context, const CombineCall& call, std::int64_t rows_offset) {
+// The rows that a token of this rank is the sum of, in the order of the additions.
+class Addends {
+ public:
+  Addends(const Context& context, const PulledRows& from)
+      : context_(context), from_(from), own_sum_(static_cast<std::size_t>(context.geometry().token_row_bytes)) {}
+
+  const std::byte* const* rows() const { return rows_; }
+  std::int32_t num() const { return num_; }
+
+  void find(const std::int64_t* slots, std::int64_t token) {
+    num_ = 0;
+    if (context_.geometry().adds_by_rank == 0) return find_in_k_order(slots);
+    for (std::int32_t rank = 0; rank < context_.geometry().num_ranks; ++rank) add_rank(slots, token, rank);
+  }
+
+ private:
+  const std::byte* row_of(Slot slot) const {
+    return context_.windows().at<const std::byte>(slot.rank, from_.rows) +
+           slot.row * context_.geometry().token_row_bytes;
+  }
+
+  void find_in_k_order(const std::int64_t* slots) {
+    for (std::int32_t k = 0; k < context_.geometry().num_topk; ++k) {
+      if (slots[k] != kNoSlot) rows_[num_++] = row_of(unpack_slot(slots[k]));
+    }
+  }
+
+  void add_rank(const std::int64_t* slots, std::int64_t token, std::int32_t rank) {
+    const Geometry& g = context_.geometry();
+    const RowsOnRank there(slots, g.num_topk, rank);
+    if (there.num == 0) return;
+    if (goes_by_wire(g.rank, rank, there.num)) {
+      rows_[num_++] = context_.wire_row(rank, from_.wire_rows, from_.wire, g.rank, token);
+    } else if (there.num == 1) {
+      rows_[num_++] = row_of({rank, there.rows[0]});
+    } else {
+      add_own(there);
+    }
+  }
+
+  void add_own(const RowsOnRank& here) {
+    const std::byte* rows[kMaxTopk];
+    for (std::int32_t i = 0; i < here.num; ++i) rows[i] = row_of({context_.geometry().rank, here.rows[i]});
+    context_.kernels().sum(rows, here.num, own_sum_.data(), context_.geometry().hidden);
+    rows_[num_++] = own_sum_.data();
+  }
+
+  const Context& context_;
+  const PulledRows& from_;
+  std::vector<std::byte> own_sum_;
+  const std::byte* rows_[kMaxTopk];
+  std::int32_t num_ = 0;
+};
+
+// out = sum over the live slots of a token; one without any gets a zero row.
+void pull_rows(const Context& context, const CombineCall& call, const PulledRows& from) {
   if (call.out == 0) return;
+  const Geometry& g = context.geometry();
   const std::int64_t* slots = context.slot_map(call.frame);
   auto* out = reinterpret_cast<std::byte*>(call.out);
-  for (std::int64_t token = 0; token < call.num_tokens; ++token, slots += context.geometry().num_topk) {
-    pull_row(context, rows_offset, slots, out + token * call.out_row_stride_bytes);
+  Addends addends(context, from);
+  for (std::int64_t token = 0; token < call.num_tokens;
+       ++token, slots += g.num_topk, out += call.out_row_stride_bytes) {
+    addends.find(slots, token);
+    if (addends.num() == 0) {
+      std::memset(out, 0, static_cast<std::size_t>(g.token_row_bytes));
+    } else {
+      context.kernels().sum(addends.rows(), addends.num(), out, g.hidden);
+    }
   }
 }
 
@@ -130,23 +191,29 @@ void check_dispatch_backward(const Context& context, const CombineCall& call) {
 Status run_combine(Context& context, const OpState& op, const CombineCall& call, Outcome* outcome) {
   const ForwardOffsets& workspace = context.forward(call.workspace);
   const float* factors = call.weights_source == kSourceTensor ? reinterpret_cast<const float*>(call.weights) : nullptr;
-  if (call.refusal == kRefusalNone) stage_rows(context, call, workspace.expert_out, factors);
+  const PulledRows from{workspace.expert_out, workspace.wire_rows, context.geometry().wire};
+  if (call.refusal == kRefusalNone) {
+    stage_rows(context, call, workspace.expert_out, factors);
+    add_for_peers(context, call.frame, from);
+  }
   const std::uint32_t use = ++context.forward_counters(call.workspace).use;
   const Signal ready{kPhaseReady, workspace.ready_cells, use, call.refusal};
   const Signal ack{kPhaseAck, workspace.ack_cells, use, 0};
   EPBUF_TRY(context.exchange(op, ready));
   if (context.find_refusal(op, ready, outcome)) return finish_refused(context, op, ack);
-  pull_rows(context, call, workspace.expert_out);
+  pull_rows(context, call, from);
   context.publish(ack);
   return kOk;
 }
 
 Status run_dispatch_backward(Context& context, const OpState& op, const CombineCall& call, Outcome* outcome) {
   const BackwardOffsets& workspace = context.backward(call.workspace);
+  const PulledRows from{workspace.grad_recv_tokens, workspace.grad_wire_rows, context.geometry().grad_wire};
   EPBUF_TRY(begin_use(context, op, call));
   if (call.refusal == kRefusalNone) {
     stage_rows(context, call, workspace.grad_recv_tokens, nullptr);
     stage_weights(context, call, workspace.grad_recv_topk_weights);
+    add_for_peers(context, call.frame, from);
   }
   BackwardCounters& counters = context.backward_counters(call.workspace);
   counters.last_ready = counters.use;
@@ -154,7 +221,7 @@ Status run_dispatch_backward(Context& context, const OpState& op, const CombineC
   const Signal ack{kPhaseGradAck, workspace.grad_ack_cells, counters.use, 0};
   EPBUF_TRY(context.exchange(op, ready));
   if (context.find_refusal(op, ready, outcome)) return finish_refused(context, op, ack);
-  pull_rows(context, call, workspace.grad_recv_tokens);
+  pull_rows(context, call, from);
   pull_weights(context, call, workspace.grad_recv_topk_weights);
   if (call.clears_open != 0) context.frame_counters(call.frame).open = 0;
   context.publish(ack);

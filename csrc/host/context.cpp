@@ -29,6 +29,12 @@ const std::int64_t* Context::slot_map(std::int32_t frame_idx) const {
   return windows_.own<const std::int64_t>(frame(frame_idx).slot_map);
 }
 
+std::byte* Context::wire_row(std::int32_t owner, std::int64_t wire_rows, const WireFormat& format,
+                             std::int32_t token_rank, std::int64_t token) const {
+  const std::int64_t row = token_rank * static_cast<std::int64_t>(geometry().max_tokens_per_rank) + token;
+  return windows_.at<std::byte>(owner, wire_rows) + row * format.row_bytes;
+}
+
 const std::int32_t* Context::offs(std::int32_t frame_idx) const {
   return windows_.own<const std::int32_t>(frame(frame_idx).offs);
 }

@@ -7,8 +7,10 @@
 #include "../arena_map.h"
 #include "../check.h"
 #include "../layout.h"
+#include "../wire.h"
 #include "control.h"
 #include "rows.h"
+#include "slot.h"
 #include "wait.h"
 #include "window.h"
 
@@ -38,6 +40,13 @@ class Context : public ArenaMap {
   BackwardCounters& backward_counters(std::int32_t workspace) const;
 
   const std::int64_t* slot_map(std::int32_t frame) const;
+
+  // Calls visit(rows, wire_row) for every token of another rank that has several rows here: where they are, and the
+  // token's row of `wire_rows`. Valid from the wait for ARRIVED until this rank's next COUNT of the frame.
+  template <typename Visit>
+  void for_each_by_wire(std::int32_t frame, std::int64_t wire_rows, const WireFormat& format, Visit visit) const;
+  std::byte* wire_row(std::int32_t owner, std::int64_t wire_rows, const WireFormat& format, std::int32_t token_rank,
+                      std::int64_t token) const;
   const std::int32_t* offs(std::int32_t frame) const;    // [L]
   std::int64_t num_live_rows(std::int32_t frame) const;  // offs[-1]
 
@@ -61,6 +70,19 @@ class Context : public ArenaMap {
   Waiter waiter_;
   const RowKernels& kernels_;
 };
+
+template <typename Visit>
+void Context::for_each_by_wire(std::int32_t frame_idx, std::int64_t wire_rows, const WireFormat& format,
+                               Visit visit) const {
+  const Geometry& g = geometry();
+  for (std::int32_t source = 0; source < g.num_ranks; ++source) {
+    const auto* slots = windows_.at<const std::int64_t>(source, frame(frame_idx).slot_map);
+    for (std::int64_t token = 0; token < g.max_tokens_per_rank; ++token, slots += g.num_topk) {
+      const RowsOnRank here(slots, g.num_topk, g.rank);
+      if (goes_by_wire(source, g.rank, here.num)) visit(here, wire_row(g.rank, wire_rows, format, source, token));
+    }
+  }
+}
 
 // The ops, in route.cpp, dispatch.cpp and combine.cpp: the calls of layout.h on the protocol of csrc/PROTOCOL.md. The
 // checks throw before the op has a call number, so that a call of ours that makes no sense changes nothing.

@@ -1,5 +1,5 @@
-// Dispatch and combine backward: push rows, encoded on the way, into the peers' slots; zero the padding of the own
-// zones. Back from a quantised format.
+// Dispatch and combine backward: push rows, encoded on the way, into the peers' slots, or once into their wire_rows;
+// zero the padding of the own zones. Back from a quantised format.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -76,6 +76,38 @@ float weight_of(const DispatchCall& call, std::int64_t token, std::int32_t k) {
   return reinterpret_cast<const float*>(call.topk_weights)[token * call.topk_weights_row_stride + k];
 }
 
+void push_weights(const Context& context, const DispatchCall& call, const PushTarget& target, std::int64_t token) {
+  if (target.weights < 0) return;
+  const std::int32_t num_topk = context.geometry().num_topk;
+  const std::int64_t* slots = context.slot_map(call.frame) + token * num_topk;
+  for (std::int32_t k = 0; k < num_topk; ++k) {
+    if (slots[k] == kNoSlot) continue;
+    const Slot slot = unpack_slot(slots[k]);
+    context.windows().at<float>(slot.rank, target.weights)[slot.row] = weight_of(call, token, k);
+  }
+}
+
+void push_by_wire(const Context& context, const PushTarget& target, const EncodedRow& row, std::int32_t rank,
+                  std::int64_t token) {
+  std::byte* to = context.wire_row(rank, target.wire_rows, target.wire, context.geometry().rank, token);
+  std::memcpy(to, row.data, static_cast<std::size_t>(context.row_bytes(target.format)));
+  if (target.scales >= 0) {
+    std::memcpy(to + target.wire.scales_offset, row.scales, static_cast<std::size_t>(target.format.wire_row_bytes));
+  }
+  if (target.row_scales >= 0) std::memcpy(to + target.wire.row_scale_offset, &row.row_scale, sizeof row.row_scale);
+}
+
+// Whether slot k is one of several on another rank, and the first of them: it stands for all then.
+enum class Crossing { kAlone, kFirst, kLater };
+
+Crossing crossing_of(const Context& context, const PushTarget& target, const std::int64_t* slots, std::int32_t k) {
+  const Geometry& g = context.geometry();
+  const Slot slot = unpack_slot(slots[k]);
+  const RowsOnRank there(slots, g.num_topk, slot.rank);
+  if (target.wire_rows < 0 || !goes_by_wire(g.rank, slot.rank, there.num)) return Crossing::kAlone;
+  return slot.row == there.rows[0] ? Crossing::kFirst : Crossing::kLater;
+}
+
 // A token without a slot is not read.
 void push_token(const Context& context, const DispatchCall& call, const PushTarget& target, std::int64_t token,
                 SentRows* rows) {
@@ -86,10 +118,32 @@ void push_token(const Context& context, const DispatchCall& call, const PushTarg
     if (slots[k] == kNoSlot) continue;
     const Slot slot = unpack_slot(slots[k]);
     if (row == nullptr) row = &rows->row(token);
-    push_row(context, target, *row, slot);
-    if (target.weights < 0) continue;
-    context.windows().at<float>(slot.rank, target.weights)[slot.row] = weight_of(call, token, k);
+    const Crossing crossing = crossing_of(context, target, slots, k);
+    if (crossing == Crossing::kAlone) push_row(context, target, *row, slot);
+    if (crossing == Crossing::kFirst) push_by_wire(context, target, *row, slot.rank, token);
   }
+  push_weights(context, call, target, token);
+}
+
+// Rows that came once, into their slots on this rank.
+void expand_rows(const Context& context, const DispatchCall& call, const PushTarget& target) {
+  if (target.wire_rows < 0) return;
+  context.for_each_by_wire(call.frame, target.wire_rows, target.wire, [&](const RowsOnRank& here, std::byte* from) {
+    EncodedRow row{from, from + target.wire.scales_offset, 0.0f};
+    if (target.row_scales >= 0) std::memcpy(&row.row_scale, from + target.wire.row_scale_offset, sizeof row.row_scale);
+    for (std::int32_t i = 0; i < here.num; ++i) {
+      push_row(context, target, row, {context.geometry().rank, here.rows[i]});
+    }
+  });
+}
+
+// Peers read the slots of every token that there may be; those of another call's tokens are none.
+void clear_other_slots(const Context& context, const DispatchCall& call) {
+  if (!context.shares_slots()) return;
+  const Geometry& g = context.geometry();
+  auto* slots = context.windows().own<std::int64_t>(context.frame(call.frame).slot_map);
+  std::fill(slots + static_cast<std::int64_t>(call.num_tokens) * g.num_topk,
+            slots + static_cast<std::int64_t>(g.max_tokens_per_rank) * g.num_topk, kNoSlot);
 }
 
 // Rows [begin, end) of a region.
@@ -125,6 +179,7 @@ void push_all(const Context& context, const DispatchCall& call, const PushTarget
   SentRows rows(context, call, target.format);
   for (std::int64_t token = 0; token < call.num_tokens; ++token) push_token(context, call, target, token, &rows);
   zero_padding(context, call.frame, target);
+  clear_other_slots(context, call);
 }
 
 // Scales of received rows, padding included, from where they arrived into their tiles.
@@ -211,6 +266,7 @@ Status run_dispatch(Context& context, const OpState& op, const DispatchCall& cal
   EPBUF_TRY(context.exchange(op, arrived));
   if (context.find_refusal(op, arrived, outcome)) return kRefused;
   if (frame.stash_table >= 0) note_full_stash(context, call, arrived, outcome);
+  expand_rows(context, call, context.forward_target(call));
   tile_scales(context, call.frame, context.forward_target(call));
   if (call.repeats == 0) context.frame_counters(call.frame).open = 1;
   return kOk;
@@ -229,6 +285,7 @@ Status run_combine_backward(Context& context, const OpState& op, const DispatchC
   }
   EPBUF_TRY(context.exchange(op, {kPhaseGradArrived, workspace.grad_arrived_cells, use, 0}));
   if (refused) return kRefused;
+  expand_rows(context, call, context.backward_target(call));
   tile_scales(context, call.frame, context.backward_target(call));
   return kOk;
 }

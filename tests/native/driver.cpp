@@ -37,6 +37,7 @@ struct Shape {
   TokenDtype dtype = kFp32;
   bool save_recv = true;  // false: rows are stashed in pages
   std::uint64_t timeout_us = 60000000;
+  bool by_wire = false;  // tokens cross once for each rank, both ways
   std::int32_t frames = 2, workspaces = 2;
 
   std::int32_t experts() const { return ranks * local_experts; }
@@ -104,6 +105,9 @@ class Bed {
 
   std::int64_t cells(std::int64_t per_rank = 1) { return layout_.add(shape_.ranks * per_rank * 8); }
   std::int64_t rows() { return layout_.add(shape_.capacity * shape_.row_bytes()); }
+  std::int64_t wire_rows() {
+    return shape_.by_wire ? layout_.add(shape_.ranks * shape_.tokens * shape_.row_bytes()) : -1;
+  }
 
   void lay_arena() {
     arena_ = {layout_.add(sizeof(Control)),
@@ -139,6 +143,7 @@ class Bed {
     forward.route_base = layout_.add(shape_.experts() * 8);
     forward.expert_out = rows();
     forward.recv_tokens = shape_.save_recv ? -1 : rows();
+    forward.wire_rows = wire_rows();
     return forward;
   }
 
@@ -151,6 +156,7 @@ class Bed {
     backward.grad_expert_out = rows();
     backward.grad_recv_tokens = rows();
     backward.grad_recv_topk_weights = layout_.add(shape_.capacity * 4);
+    backward.grad_wire_rows = wire_rows();
     return backward;
   }
 
@@ -185,6 +191,8 @@ class Bed {
     g.token_row_bytes = shape_.row_bytes();
     g.timeout_us = shape_.timeout_us;
     g.stash = {shape_.num_pages(), Shape::kPageRows, Shape::kPageRows * shape_.row_bytes(), 0, 0};
+    g.dedups = g.adds_by_rank = shape_.by_wire ? 1 : 0;
+    g.wire = g.grad_wire = {shape_.row_bytes(), 0, 0};
     return g;
   }
 
@@ -688,6 +696,8 @@ void test_rounds() {
       {3, 7, 5, 40, 2, 8, 128, kBf16, false},
       {4, 8, 2, 24, 3, 1, 256, kFp16},
       {4, 5, 1, 8, 1, 16, 16, kBf16},
+      {3, 12, 4, 16, 2, 4, 160, kFp32, true, 60000000, true},
+      {2, 9, 3, 40, 2, 1, 20, kBf16, false, 60000000, true},  // overflows
   };
   for (const Shape& shape : shapes) {
     Bed bed(shape);
@@ -791,6 +801,15 @@ void test_refusals() {
   run_rounds(bed, 20);
 }
 
+// Refusals of every kind between rounds whose tokens cross once for each rank.
+void test_refusals_by_wire() {
+  Bed bed({3, 6, 2, 8, 2, 4, 64, kFp32, true, 60000000, true});
+  on_all_ranks(3, [&](std::int32_t rank) {
+    for (std::int32_t refuser = 0; refuser < 3; ++refuser) refuse_each(bed, rank, refuser, 0);
+  });
+  run_rounds(bed, 20);
+}
+
 void expect_failed(HostEngine& engine, const Outcome& outcome, Status status, Phase phase, std::int32_t peer) {
   const Control control = engine.control();
   expect(outcome.status == status && control.poisoned == status && control.error.phase == phase &&
@@ -865,6 +884,7 @@ int main() {
       {"concurrent arenas", epbuf::test_concurrent_arenas},
       {"watcher", epbuf::test_watcher},
       {"refusals", epbuf::test_refusals},
+      {"refusals by wire", epbuf::test_refusals_by_wire},
       {"mismatch", epbuf::test_mismatch},
       {"time-out", epbuf::test_timeout},
       {"abort", epbuf::test_abort},
