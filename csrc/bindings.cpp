@@ -131,8 +131,7 @@ void bind_geometry(py::module_& m) {
   bind_struct<S>(m, "StashFormat", "num_pages", &S::num_pages, "page_rows", &S::page_rows, "page_bytes", &S::page_bytes,
                  "scales_offset", &S::scales_offset, "row_scales_offset", &S::row_scales_offset);
   using W = WireFormat;
-  bind_struct<W>(m, "WireFormat", "row_bytes", &W::row_bytes, "scales_offset", &W::scales_offset, "row_scale_offset",
-                 &W::row_scale_offset);
+  bind_struct<W>(m, "WireFormat", "row_bytes", &W::row_bytes, "scales_offset", &W::scales_offset);
   using G = Geometry;
   bind_struct<G>(m, "Geometry", "rank", &G::rank, "num_ranks", &G::num_ranks, "num_experts", &G::num_experts,
                  "num_local_experts", &G::num_local_experts, "num_topk", &G::num_topk, "hidden", &G::hidden,

@@ -209,10 +209,10 @@ struct RowFormat {
 };
 
 // Rows of `wire_rows` [R * T, row_bytes]: that of token t of rank r is r * max_tokens_per_rank + t. It holds a row as
-// it travels, data, block scales and row scale, or the sum of the token's rows on the region's rank (wire.h).
+// it travels, data and block scales, or the sum of the token's rows on the region's rank (wire.h).
 struct WireFormat {
-  std::int64_t row_bytes;                        // from one row to the next
-  std::int64_t scales_offset, row_scale_offset;  // from the start of a row
+  std::int64_t row_bytes;      // from one row to the next
+  std::int64_t scales_offset;  // from the start of a row
 };
 
 // The pages of the stash. A page holds data, then block scales, then row scales of `page_rows` rows, as they lie in the

@@ -212,7 +212,6 @@ class StashFormat:
 class WireFormat:
     row_bytes: int
     scales_offset: int
-    row_scale_offset: int
     def __init__(self) -> None: ...
 
 class Geometry:

@@ -36,7 +36,7 @@ class Push:
         padding: padding rows written, their scales included.
         slots: the slot map read.
         tiling: blocked scales of kept and padding rows read where they arrived and written into their tiles.
-        wire: rows that cross once for several slots, with their scales, written and read where they arrive, and the
+        wire: rows that cross once for several slots, with their block scales, written and read where they arrive, and the
             slot maps that their receivers read.
     """
 
@@ -199,7 +199,7 @@ def _push(plan: Plan, payload: Payload, rows: tuple[int, int, int, int], *, has_
         padding=padding * (row_bytes + scale_bytes),
         slots=num_slots * _SLOT_BYTES,
         tiling=(kept + padding) * (wire_bytes + tiled_bytes) if payload.scale_layout == "blocked" else 0,
-        wire=2 * by_wire * (row_bytes + scale_bytes) + _shared_slots(plan) if plan.dedups else 0,
+        wire=2 * by_wire * (row_bytes + wire_bytes) + _shared_slots(plan) if plan.dedups else 0,
     )
 
 

@@ -475,15 +475,15 @@ def _geometry(plan: Plan, rank: int) -> _C.Geometry:
     geometry.grad = _row_format(config.combine_grad_payload, config)
     geometry.stash = _stash_format(plan)
     geometry.dedups, geometry.adds_by_rank = int(plan.dedups), int(plan.adds_by_rank)
-    geometry.wire = _wire_format(plan, "wire_rows", plan.wire_offsets)
-    geometry.grad_wire = _wire_format(plan, "grad_wire_rows", plan.grad_wire_offsets)
+    geometry.wire = _wire_format(plan, "wire_rows", plan.row_bytes)
+    geometry.grad_wire = _wire_format(plan, "grad_wire_rows", plan.grad_row_bytes)
     return geometry
 
 
-def _wire_format(plan: Plan, name: str, offsets: tuple[int, int, int]) -> _C.WireFormat:
-    """Fill in the places in a row of a region of rows by wire; the region of a plan without it has no rows."""
+def _wire_format(plan: Plan, name: str, scales_offset: int) -> _C.WireFormat:
+    """Fill in the places in a row of a region of rows by wire; a plan without it has none."""
     form = _C.WireFormat()
-    form.scales_offset, form.row_scale_offset, _ = offsets
+    form.scales_offset = scales_offset
     form.row_bytes = plan.region(name).shape[1] if name in plan.lifetimes else 0
     return form
 

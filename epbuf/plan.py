@@ -290,16 +290,6 @@ class Plan:
         """Whether each rank adds its rows of a token; on one rank that is the order of k."""
         return _adds_by_rank(self.config)
 
-    @property
-    def wire_offsets(self) -> tuple[int, int, int]:
-        """Where block scales and the row scale of a dispatched row lie in a row of `wire_rows`, and its bytes."""
-        return _wire_offsets(self.config.dispatch_payload, self.config)
-
-    @property
-    def grad_wire_offsets(self) -> tuple[int, int, int]:
-        """The same of a row of `grad_wire_rows`, for what combine's backward sends."""
-        return _wire_offsets(self.config.combine_grad_payload, self.config)
-
     def bytes_by_lifetime(self) -> dict[str, int]:
         """Return the bytes of all sets of each lifetime, alignment gaps included; their sum is `total_bytes`."""
         sizes = {str(word): sum(map(_span, sets)) for word, sets in self._sets.items()}
@@ -620,7 +610,7 @@ def _wire_model(config: EpConfig) -> WireModel:
     payloads = [config.dispatch_payload] if config.inference_only else [
         config.dispatch_payload, config.combine_grad_payload
     ]  # fmt: skip
-    row_bytes = sum(_wire_offsets(payload, config)[2] for payload in payloads)
+    row_bytes = sum(_travelling_bytes(payload, config) for payload in payloads)
     num_sent = config.max_tokens_per_rank * (config.num_ranks - 1)  # (token, peer)
     slot_bytes = len(payloads) * num_topk * _ITEM_BYTES["int64"]
     return WireModel(
@@ -641,16 +631,15 @@ def _adds_by_rank(config: EpConfig) -> bool:
     return config.combine_order == "by_rank" and config.num_ranks > 1
 
 
-def _wire_offsets(payload: Payload, config: EpConfig) -> tuple[int, int, int]:
-    """Lay a row of `wire_rows`: data, block scales as they travel, and for nvfp4 the row scale."""
-    scales = payload.row_bytes_for(config.hidden, config.token_dtype)
-    row_scale = scales + payload.wire_scale_row_bytes_for(config.hidden)
-    return scales, row_scale, row_scale + (ROW_ALIGNMENT_BYTES if payload.format == "nvfp4" else 0)
+def _travelling_bytes(payload: Payload, config: EpConfig) -> int:
+    """Return the bytes of a row as it travels: data, then block scales. Weights and row scales go to their slots."""
+    data_bytes = payload.row_bytes_for(config.hidden, config.token_dtype)
+    return data_bytes + payload.wire_scale_row_bytes_for(config.hidden)
 
 
 def _rows_by_wire(name: str, payload: Payload, config: EpConfig) -> list[_Need]:
     """Return where rows of tokens that have several slots lie: T of each rank, as they came or as sums for it."""
-    row_bytes = _wire_offsets(payload, config)[2] if _dedups(config) else 0
+    row_bytes = _travelling_bytes(payload, config) if _dedups(config) else 0
     if _adds_by_rank(config):
         row_bytes = max(row_bytes, Payload.same().row_bytes_for(config.hidden, config.token_dtype))
     return [_Need(name, (config.num_ranks * config.max_tokens_per_rank, row_bytes), "uint8")] if row_bytes else []

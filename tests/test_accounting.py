@@ -91,11 +91,11 @@ def test_blocked_scales_travel_in_rows_and_are_tiled() -> None:
 
 
 def test_rows_by_wire_are_written_and_read_once_more() -> None:
-    """Three tokens have company on the other rank: their rows of 32 + 16 + 4 bytes, or sums of 128, and 2 slot maps."""
+    """Three tokens have company on the other rank: their rows of 32 + 16 bytes, or sums of 128, and 2 slot maps."""
     slot_maps = 2 * 4 * 2 * 8
     plan = plan_of(wire="dedup", combine_order="by_rank", dispatch_payload="nvfp4")
     moved = traffic(plan, COUNTS, [2, 3], num_by_wire=3)
-    assert moved.dispatch.wire == 2 * 3 * (32 + 16 + 4) + slot_maps
+    assert moved.dispatch.wire == 2 * 3 * (32 + 16) + slot_maps
     assert moved.combine_backward.wire == moved.combine.wire == moved.dispatch_backward.wire == 2 * 3 * 128 + slot_maps
     direct = traffic(plan_of(dispatch_payload="nvfp4"), COUNTS, [2, 3])
     assert moved.dispatch.total == direct.dispatch.total + moved.dispatch.wire

@@ -66,9 +66,6 @@ void push_row(const Context& context, const PushTarget& target, const EncodedRow
     std::byte* scales = windows.at<std::byte>(slot.rank, target.scales) + slot.row * wire_row_bytes;
     std::memcpy(scales, row.scales, static_cast<std::size_t>(wire_row_bytes));
   }
-  if (target.row_scales >= 0) {
-    windows.at<float>(slot.rank, target.row_scales)[slot.row] = row.row_scale;
-  }
 }
 
 float weight_of(const DispatchCall& call, std::int64_t token, std::int32_t k) {
@@ -76,14 +73,18 @@ float weight_of(const DispatchCall& call, std::int64_t token, std::int32_t k) {
   return reinterpret_cast<const float*>(call.topk_weights)[token * call.topk_weights_row_stride + k];
 }
 
-void push_weights(const Context& context, const DispatchCall& call, const PushTarget& target, std::int64_t token) {
-  if (target.weights < 0) return;
+// The floats that belong to a slot; four bytes each go there whichever way the row takes.
+void push_floats(const Context& context, const DispatchCall& call, const PushTarget& target, std::int64_t token,
+                 float row_scale) {
   const std::int32_t num_topk = context.geometry().num_topk;
   const std::int64_t* slots = context.slot_map(call.frame) + token * num_topk;
   for (std::int32_t k = 0; k < num_topk; ++k) {
     if (slots[k] == kNoSlot) continue;
     const Slot slot = unpack_slot(slots[k]);
-    context.windows().at<float>(slot.rank, target.weights)[slot.row] = weight_of(call, token, k);
+    if (target.weights >= 0) {
+      context.windows().at<float>(slot.rank, target.weights)[slot.row] = weight_of(call, token, k);
+    }
+    if (target.row_scales >= 0) context.windows().at<float>(slot.rank, target.row_scales)[slot.row] = row_scale;
   }
 }
 
@@ -91,10 +92,8 @@ void push_by_wire(const Context& context, const PushTarget& target, const Encode
                   std::int64_t token) {
   std::byte* to = context.wire_row(rank, target.wire_rows, target.wire, context.geometry().rank, token);
   std::memcpy(to, row.data, static_cast<std::size_t>(context.row_bytes(target.format)));
-  if (target.scales >= 0) {
-    std::memcpy(to + target.wire.scales_offset, row.scales, static_cast<std::size_t>(target.format.wire_row_bytes));
-  }
-  if (target.row_scales >= 0) std::memcpy(to + target.wire.row_scale_offset, &row.row_scale, sizeof row.row_scale);
+  if (target.scales < 0) return;
+  std::memcpy(to + target.wire.scales_offset, row.scales, static_cast<std::size_t>(target.format.wire_row_bytes));
 }
 
 // Whether slot k is one of several on another rank, and the first of them: it stands for all then.
@@ -122,15 +121,14 @@ void push_token(const Context& context, const DispatchCall& call, const PushTarg
     if (crossing == Crossing::kAlone) push_row(context, target, *row, slot);
     if (crossing == Crossing::kFirst) push_by_wire(context, target, *row, slot.rank, token);
   }
-  push_weights(context, call, target, token);
+  if (row != nullptr) push_floats(context, call, target, token, row->row_scale);
 }
 
 // Rows that came once, into their slots on this rank.
 void expand_rows(const Context& context, const DispatchCall& call, const PushTarget& target) {
   if (target.wire_rows < 0) return;
   context.for_each_by_wire(call.frame, target.wire_rows, target.wire, [&](const RowsOnRank& here, std::byte* from) {
-    EncodedRow row{from, from + target.wire.scales_offset, 0.0f};
-    if (target.row_scales >= 0) std::memcpy(&row.row_scale, from + target.wire.row_scale_offset, sizeof row.row_scale);
+    const EncodedRow row{from, from + target.wire.scales_offset, 0.0f};
     for (std::int32_t i = 0; i < here.num; ++i) {
       push_row(context, target, row, {context.geometry().rank, here.rows[i]});
     }

@@ -192,7 +192,7 @@ class Bed {
     g.timeout_us = shape_.timeout_us;
     g.stash = {shape_.num_pages(), Shape::kPageRows, Shape::kPageRows * shape_.row_bytes(), 0, 0};
     g.dedups = g.adds_by_rank = shape_.by_wire ? 1 : 0;
-    g.wire = g.grad_wire = {shape_.row_bytes(), 0, 0};
+    g.wire = g.grad_wire = {shape_.row_bytes(), 0};
     return g;
   }
 
