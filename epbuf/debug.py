@@ -50,6 +50,8 @@ class Debug:
     def __init__(self, plan: Plan, window: Window, region: Callable[[str, int], torch.Tensor]) -> None:
         frames = range(plan.schedule.num_frames)
         names = [{r.name for r in plan.regions_of("frame", frame)} for frame in frames]
+        if plan.dedups or plan.adds_by_rank:  # peers may read it until this rank's next COUNT (csrc/PROTOCOL.md)
+            names = [found - {"slot_map"} for found in names]
         self._poisoned = [
             {name: region(name, frame).detach() for name in _POISONED if name in names[frame]} for frame in frames
         ]

@@ -184,6 +184,24 @@ def test_ranks_with_another_form_are_refused(fields: dict[str, Any]) -> None:
         assert field in message and word in message
 
 
+def _abandoned(rank: int, group: Any, fields: dict[str, Any]) -> bool:
+    case = named_case("balanced", 2, **fields)
+    x = draw_inputs(case, rank, True).x
+    with epbuf.Arena.open(epbuf.Plan.build(case.config), group, debug=True) as arena, torch.no_grad():
+        with arena.acquire() as lease:
+            epbuf.dispatch(lease, x, case.topk_idx[rank])
+            before = lease.slot_map.clone()
+        with arena.acquire() as lease:
+            return torch.equal(lease.slot_map, before)
+
+
+@pytest.mark.parametrize("fields", [{"wire": "dedup"}, {"combine_order": "by_rank"}], ids=["wire", "combine_order"])
+def test_debug_mode_leaves_slots_to_the_peers(fields: dict[str, Any]) -> None:
+    """A slow peer may still look there when a frame whose dispatch was abandoned is handed out again."""
+    assert virtual(2, _abandoned, fields) == [True, True]
+    assert virtual(2, _abandoned, {}) == [False, False]
+
+
 def _refused(rank: int, group: Any) -> tuple[str, Tensor]:
     """Refuse dispatch and combine on rank 1, then run a good round in the same arena."""
     case = named_case("duplicates", 2, **BY_WIRE)
