@@ -36,7 +36,7 @@ class Push:
         padding: padding rows written, their scales included.
         slots: the slot map read.
         tiling: blocked scales of kept and padding rows read where they arrived and written into their tiles.
-        wire: rows that cross once for several slots, with their block scales, written and read where they arrive, and the
+        wire: rows that cross once for several slots, and their block scales, written and read where they arrive; the
             slot maps that their receivers read.
     """
 

@@ -28,6 +28,7 @@ import measure  # noqa: E402
 import report  # noqa: E402
 
 SHAPE = measure.Shape.parse("R2-T48-H32-K2-E4-A16")
+THREE_OF_FOUR = measure.Shape.parse("R2-T48-H32-K3-E4-A16")
 TARGET = "R8-T4096-H7168-K8-E256-A128"
 RATES = {"copy": 4.26e12, "write": 4.3e12, "read": 4.55e12}
 
@@ -44,15 +45,25 @@ def record(shape: str, system: str = "epbuf", **times: float) -> dict[str, Any]:
     return found
 
 
-def test_expected_results_are_those_of_the_reference() -> None:
-    config, cpu = gpu.make_config(SHAPE), torch.device("cpu")
+def test_rows_by_wire_are_counted_from_the_routing() -> None:
+    """R = 2, L = 2, K = 2: the reference's slots say how many tokens have both rows on the other rank, or any."""
     ids = [SHAPE.topk_idx(rank) for rank in range(2)]
-    x = [expected.draw_tokens(SHAPE, rank, cpu) for rank in range(2)]
-    weights = [expected.draw_weights(SHAPE, rank) for rank in range(2)]
-    capacity = SHAPE.demand_rows()
+    slots = reference.route(gpu.make_config(SHAPE), SHAPE.demand_rows(), ids).slot_map
+    on_other = [(reference.slot_ranks(slots[rank]) == 1 - rank).sum(1) for rank in range(2)]
+    assert gpu.num_by_wire(SHAPE) == sum(int((count == 2).sum()) for count in on_other) > 0
+    assert [gpu.tokens_sent(SHAPE, 1)[rank][1 - rank] for rank in range(2)] == [int((n > 0).sum()) for n in on_other]
+
+
+@pytest.mark.parametrize(("combine_order", "shape"), [("k", SHAPE), ("by_rank", SHAPE), ("by_rank", THREE_OF_FOUR)])
+def test_expected_results_are_those_of_the_reference(combine_order: str, shape: measure.Shape) -> None:
+    config, cpu = gpu.make_config(shape, combine_order=combine_order), torch.device("cpu")
+    ids = [shape.topk_idx(rank) for rank in range(2)]
+    x = [expected.draw_tokens(shape, rank, cpu) for rank in range(2)]
+    weights = [expected.draw_weights(shape, rank) for rank in range(2)]
+    capacity = shape.demand_rows()
     routing = reference.route(config, capacity, ids)
     recv, recv_weights, written = reference.dispatch(config, capacity, routing, x, weights)
-    right = [expected.expect(SHAPE, rank, capacity, cpu) for rank in range(2)]
+    right = [expected.expect(shape, rank, capacity, cpu, combine_order) for rank in range(2)]
     rows = [each.expert_rows for each in right]
     y = reference.combine(config, routing, rows)
     weighted_y = reference.combine(config, routing, rows, recv_weights)

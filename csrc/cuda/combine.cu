@@ -2,6 +2,7 @@
 #include "kernels.h"
 #include "record.cuh"
 #include "rows.cuh"
+#include "sum.cuh"
 
 namespace epbuf::cuda {
 namespace {
@@ -15,7 +16,6 @@ constexpr std::uint32_t kPullMaxBlocks = 1 << 20;
 constexpr std::uint32_t kPullWarps = kPullThreads / kWarpSize;
 constexpr std::int64_t kPullMinWarps = 1024;  // below as many tokens, warps share rows
 constexpr std::int64_t kPullMaxVecs = 128;    // of a row that a warp takes: short pieces end together
-constexpr std::int32_t kPullRows = 8;         // rows of a token in flight per lane
 
 template <typename Dtype>
 __device__ __forceinline__ uint4 scale(uint4 v, float factor) {
@@ -110,32 +110,6 @@ __device__ __forceinline__ std::int32_t gather_sources(const PullKernel& k, std:
   }
   __syncwarp();
   return num;
-}
-
-// Adds vector `v` of rows [0, num), in order. -0 is what changes no value when added to, not even -0: the sum has the
-// bits of one that starts with its first row.
-template <typename Dtype>
-__device__ __forceinline__ uint4 sum_vec(const std::uint64_t* rows, std::int32_t num, std::int32_t v) {
-  constexpr int kNum = Elements<Dtype>::kNum;
-  float sum[kNum];
-#pragma unroll
-  for (int i = 0; i < kNum; ++i) sum[i] = num == 0 ? 0.0f : -0.0f;
-  for (std::int32_t first = 0; first < num; first += kPullRows) {
-    uint4 vecs[kPullRows];
-#pragma unroll
-    for (std::int32_t r = 0; r < kPullRows; ++r) {
-      if (first + r < num) vecs[r] = load_vec(at<const uint4>(rows[first + r]) + v);
-    }
-#pragma unroll
-    for (std::int32_t r = 0; r < kPullRows; ++r) {
-      if (first + r >= num) break;
-      float f[kNum];
-      Elements<Dtype>::unpack(vecs[r], f);
-#pragma unroll
-      for (int i = 0; i < kNum; ++i) sum[i] += f[i];
-    }
-  }
-  return Elements<Dtype>::pack(sum);
 }
 
 // Shapes: slot_map [T, K] int64; expert_out or grad_recv_tokens [C, H] of every rank; out [T, H]; out_weights [T, K]

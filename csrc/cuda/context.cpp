@@ -15,8 +15,6 @@ void check_sizes(const Geometry& g) {
               "; must be a power of two");
   EPBUF_CHECK(g.route_chunk_tokens >= 1 && g.route_chunk_tokens <= 1024, "route_chunk_tokens is ",
               g.route_chunk_tokens);
-  EPBUF_CHECK(g.dedups == 0 && g.adds_by_rank == 0, "rows by wire were asked for, which the kernels do not know yet; ",
-              "use wire=\"direct\" and combine_order=\"k\" on CUDA");
   const std::int64_t num_slots = static_cast<std::int64_t>(g.max_tokens_per_rank) * g.num_topk;
   EPBUF_CHECK(num_slots <= INT32_MAX, "max_tokens_per_rank * num_topk is ", num_slots,
               "; the kernels number slots by int32");

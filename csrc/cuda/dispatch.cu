@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) push_kernel(const __gr
     push_token<kHasScales>(k, item / k.num_splits, Split(num_vecs, k.num_splits, item % k.num_splits), warp.lane);
   }
   zero_padding(k, item - num_items, warp);
+  clear_other_slots(k);
 }
 
 }  // namespace

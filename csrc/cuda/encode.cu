@@ -256,6 +256,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) encode_kernel(const __
     encode_token<Format, Dtype>(k, item / k.num_splits, steps, warp.lane, words[threadIdx.x / kWarpSize]);
   }
   zero_padding(k, item - num_items, warp);
+  clear_other_slots(k);
 }
 
 template <typename Dtype>

@@ -166,8 +166,10 @@ void CudaEngine::warm_up() const {
   load_signal();
   load_dispatch();
   load_encode();
+  load_expand();
   load_tile();
   load_combine();
+  load_by_rank();
   load_weight();
   load_stash();
 }

@@ -186,10 +186,40 @@ void push(const CudaContext& context, const KernelCall& kernel_call, const Dispa
   k.scales_row_stride_bytes = call.scales_row_stride_bytes;
   k.scales_region = target.scales;
   k.row_scales_region = target.row_scales;
+  k.wire_region = target.wire_rows;
+  k.wire = target.wire;
+  k.max_tokens = g.max_tokens_per_rank;
+  k.shares_slots = context.shares_slots() ? 1 : 0;
   if (is_quantised(target.format) && call.scales == 0) {
     return launch_encode(k, context.dtype(), context.max_padding_rows(), context.target(call.stream));
   }
   launch_push(k, context.max_padding_rows(), context.target(call.stream));
+}
+
+WireKernel wire_kernel(const CudaContext& context, const KernelCall& kernel_call, std::int64_t wire_rows,
+                       const WireFormat& format) {
+  WireKernel k{};
+  k.call = kernel_call;
+  k.slot_map = context.frame(kernel_call.frame).slot_map;
+  k.wire = context.own(wire_rows);
+  k.wire_format = format;
+  k.max_tokens = context.geometry().max_tokens_per_rank;
+  k.num_topk = context.geometry().num_topk;
+  return k;
+}
+
+// Rows that have arrived once go to their slots.
+void expand(const CudaContext& context, const KernelCall& kernel_call, const DispatchCall& call,
+            const PushTarget& target) {
+  if (target.wire_rows < 0) return;
+  WireKernel k = wire_kernel(context, kernel_call, target.wire_rows, target.wire);
+  k.rows = context.own(target.rows);
+  k.row_bytes = context.row_bytes(target.format);
+  if (target.scales >= 0) {
+    k.scales = context.own(target.scales);
+    k.scale_bytes = target.format.wire_row_bytes;
+  }
+  launch_expand(k, context.target(call.stream));
 }
 
 // Scales that have arrived row by row become tiles.
@@ -226,21 +256,39 @@ void stage(const CudaContext& context, const KernelCall& kernel_call, const Comb
   launch_stage(k, context.dtype(), context.geometry().capacity_rows, context.target(call.stream));
 }
 
-void pull(const CudaContext& context, const KernelCall& kernel_call, const CombineCall& call, std::int64_t rows_region,
-          std::int64_t weights_region) {
+// Where the rows of a combine, or of a dispatch backward, lie in every window; -1: no weights travel, no sums.
+struct PulledRows {
+  std::int64_t rows, weights, wire_rows;
+  const WireFormat& wire;
+};
+
+// The sums of own rows for the peers.
+void add(const CudaContext& context, const KernelCall& kernel_call, const CombineCall& call, const PulledRows& from) {
+  if (context.geometry().adds_by_rank == 0 || call.refusal != kRefusalNone) return;
+  WireKernel k = wire_kernel(context, kernel_call, from.wire_rows, from.wire);
+  k.rows = context.own(from.rows);
+  k.row_bytes = context.geometry().token_row_bytes;
+  launch_add(k, context.dtype(), context.target(call.stream));
+}
+
+void pull(const CudaContext& context, const KernelCall& kernel_call, const CombineCall& call, const PulledRows& from) {
   if (call.refusal != kRefusalNone || (call.out == 0 && call.out_weights == 0)) return;
   PullKernel k{};
   k.call = kernel_call;
   k.slot_map = context.own(context.frame(call.frame).slot_map);
   k.out = call.out;
   k.out_row_stride_bytes = call.out_row_stride_bytes;
-  if (weights_region >= 0) k.out_weights = call.out_weights;
-  k.rows_region = rows_region;
-  k.weights_region = weights_region;
+  if (from.weights >= 0) k.out_weights = call.out_weights;
+  k.rows_region = from.rows;
+  k.weights_region = from.weights;
   k.row_bytes = context.geometry().token_row_bytes;
   k.num_tokens = call.num_tokens;
   k.num_topk = context.geometry().num_topk;
-  launch_pull(k, context.dtype(), context.target(call.stream));
+  if (context.geometry().adds_by_rank == 0) return launch_pull(k, context.dtype(), context.target(call.stream));
+  k.max_tokens = context.geometry().max_tokens_per_rank;
+  k.wire_region = from.wire_rows;
+  k.wire_row_bytes = from.wire.row_bytes;
+  launch_pull_by_rank(k, context.dtype(), context.target(call.stream));
 }
 
 }  // namespace
@@ -260,8 +308,8 @@ void issue_route(const CudaContext& context, const RouteCall& call, Phases phase
   if ((phases & 2) && !refuses) launch_route_slots(slots_kernel(context, call), target);
 }
 
-// Phases: push, publish ARRIVED; await it, tile scales. ARRIVED carries the refusal of a rank that found its rows
-// unusable only now, or that it has too few pages of the stash.
+// Phases: push, publish ARRIVED; await it, expand rows that came once, tile scales. ARRIVED carries the refusal of a
+// rank that found its rows unusable only now, or that it has too few pages of the stash.
 void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases phases) {
   context.check_rows(call, context.geometry().recv);
   const FrameOffsets& frame = context.frame(call.frame);
@@ -277,26 +325,29 @@ void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases
   const std::uint32_t set_open = call.repeats != 0 ? 0 : kSignalSetOpen;
   launch_steps(context, arrived,
                steps_of(phases, kSignalBegin | kSignalPublish, kSignalAwait | kSignalJudge | set_open), call.stream);
+  if ((phases & 2) && moves) expand(context, kernel_call, call, context.forward_target(call));
   if ((phases & 2) && moves) tile(context, kernel_call, call, context.forward_target(call));
 }
 
-// Phases: stage, publish READY; await it, pull, publish ACK; when refused, await ACK.
+// Phases: stage, add for the peers, publish READY; await it, pull, publish ACK; when refused, await ACK.
 void issue_combine(const CudaContext& context, const CombineCall& call, Phases phases) {
   context.check_sources(call);
   const ForwardOffsets& forward = context.forward(call.workspace);
   const KernelCall kernel_call = context.kernel_call(kOpCombine, call);
   SignalKernel ready = signal(context, kernel_call, kPhaseReady, forward.ready_cells);
   ready.epoch = context.forward_use(call.workspace);
+  const PulledRows from{forward.expert_out, -1, forward.wire_rows, context.geometry().wire};
   if (phases & 1) stage(context, kernel_call, call, context.own(forward.expert_out), 0);
+  if (phases & 1) add(context, kernel_call, call, from);
   launch_steps(context, ready,
                steps_of(phases, kSignalBegin | kSignalAdvance | kSignalPublish, kSignalAwait | kSignalJudge),
                call.stream);
-  if (phases & 2) pull(context, kernel_call, call, forward.expert_out, -1);
+  if (phases & 2) pull(context, kernel_call, call, from);
   launch_steps(context, unrefusing(ready, kPhaseAck, forward.ack_cells),
                steps_of(phases, 0, kSignalPublish, kSignalAwaitRefused), call.stream);
 }
 
-// Phases: await ACK, publish GO; await it, push, publish ARRIVED; await it, tile.
+// Phases: await ACK, publish GO; await it, push, publish ARRIVED; await it, expand, tile.
 void issue_combine_backward(const CudaContext& context, const DispatchCall& call, Phases phases) {
   context.check_rows(call, context.geometry().grad);
   const BackwardOffsets& backward = context.backward(call.workspace);
@@ -311,16 +362,19 @@ void issue_combine_backward(const CudaContext& context, const DispatchCall& call
   if ((phases & 2) && moves) push(context, kernel_call, call, context.backward_target(call));
   launch_steps(context, unrefusing(go, kPhaseGradArrived, backward.grad_arrived_cells),
                steps_of(phases, 0, kSignalPublish, kSignalAwait), call.stream);
+  if ((phases & 4) && moves) expand(context, kernel_call, call, context.backward_target(call));
   if ((phases & 4) && moves) tile(context, kernel_call, call, context.backward_target(call));
 }
 
-// Phases: begin the use if no combine backward did, stage, publish READY; await it, pull, publish ACK; when refused,
-// await ACK.
+// Phases: begin the use if no combine backward did, stage, add for the peers, publish READY; await it, pull, publish
+// ACK; when refused, await ACK.
 void issue_dispatch_backward(const CudaContext& context, const CombineCall& call, Phases phases) {
   context.check_sources(call);
   const BackwardOffsets& backward = context.backward(call.workspace);
   const KernelCall kernel_call = context.kernel_call(kOpDispatchBackward, call);
   const SignalKernel ready = backward_signal(context, kernel_call, kPhaseGradReady, backward.grad_ready_cells);
+  const PulledRows from{backward.grad_recv_tokens, backward.grad_recv_topk_weights, backward.grad_wire_rows,
+                        context.geometry().grad_wire};
   const std::uint32_t begin = call.begins_use != 0 ? 0 : kSignalBegin;
   const std::uint32_t clear_open = call.clears_open != 0 ? kSignalClearOpen : 0;
   if ((phases & 1) && call.begins_use != 0) {
@@ -329,10 +383,11 @@ void issue_dispatch_backward(const CudaContext& context, const CombineCall& call
   if (phases & 1) {
     stage(context, kernel_call, call, context.own(backward.grad_recv_tokens),
           context.own(backward.grad_recv_topk_weights));
+    add(context, kernel_call, call, from);
   }
   launch_steps(context, ready, steps_of(phases, begin | kSignalPublish | kSignalMarkReady, kSignalAwait | kSignalJudge),
                call.stream);
-  if (phases & 2) pull(context, kernel_call, call, backward.grad_recv_tokens, backward.grad_recv_topk_weights);
+  if (phases & 2) pull(context, kernel_call, call, from);
   launch_steps(context, unrefusing(ready, kPhaseGradAck, backward.grad_ack_cells),
                steps_of(phases, 0, kSignalPublish | clear_open, kSignalAwaitRefused), call.stream);
 }

@@ -3,6 +3,7 @@
 
 #include "record.cuh"
 #include "rows.cuh"
+#include "wire.cuh"
 
 namespace epbuf::cuda {
 
@@ -37,12 +38,10 @@ struct Destinations {
 
 // Also sends the slot's weight and `row_scale`, if this warp is the one of the row that does.
 __device__ __forceinline__ Destination destination(const PushKernel& k, std::int64_t token, std::int32_t topk,
-                                                   float row_scale, bool sends) {
-  if (topk >= k.num_topk) return {0, 0};
-  const std::int64_t slot = at<const std::int64_t>(k.slot_map)[token * k.num_topk + topk];
+                                                   std::int64_t slot, float row_scale, bool sends) {
   if (slot == kNoSlot) return {0, 0};
-  const std::uint64_t window = at<const std::uint64_t>(k.call.peers)[slot >> kSlotRankShift];
-  const std::int64_t row = slot & 0xFFFFFFFF;
+  const std::uint64_t window = at<const std::uint64_t>(k.call.peers)[rank_of(slot)];
+  const std::int64_t row = row_of(slot);
   if (sends && k.weights_region >= 0) {
     const float* weights = at<const float>(k.weights) + token * k.weights_row_stride;
     at<float>(window, k.weights_region)[row] = k.weights != 0 ? weights[topk] : 1.0f;
@@ -51,9 +50,37 @@ __device__ __forceinline__ Destination destination(const PushKernel& k, std::int
   return {window + k.rows_region + row * k.row_bytes, window + k.scales_region + row * k.format.wire_row_bytes};
 }
 
+// Of several slots on another rank the first stands for all: the row goes to wire_rows there, and to none of them.
+__device__ __forceinline__ Destination destination_by_wire(const PushKernel& k, std::int64_t token, std::int64_t slot,
+                                                           const Company& company, const Destination& direct) {
+  if (slot == kNoSlot || !goes_by_wire(k.call.rank, rank_of(slot), company.num)) return direct;
+  if (company.before != 0) return {0, 0};
+  const std::uint64_t window = at<const std::uint64_t>(k.call.peers)[rank_of(slot)];
+  const std::uint64_t row = window + k.wire_region + wire_offset(k.call.rank, token, k.max_tokens, k.wire.row_bytes);
+  return {row, row + k.wire.scales_offset};
+}
+
 __device__ __forceinline__ Destinations destinations(const PushKernel& k, std::int64_t token, std::uint32_t lane,
                                                      float row_scale, bool sends) {
-  return {destination(k, token, lane, row_scale, sends), destination(k, token, lane + kWarpSize, row_scale, sends)};
+  const Slots slots = Slots::load(at<const std::int64_t>(k.slot_map) + token * k.num_topk, k.num_topk, lane);
+  Destinations to{destination(k, token, lane, slots.low, row_scale, sends),
+                  destination(k, token, lane + kWarpSize, slots.high, row_scale, sends)};
+  if (k.wire_region < 0) return to;
+  const Companies companies(slots, k.num_topk, lane);
+  to.low = destination_by_wire(k, token, slots.low, companies.low, to.low);
+  to.high = destination_by_wire(k, token, slots.high, companies.high, to.high);
+  return to;
+}
+
+// The grid: peers read the slots of every token that there may be; those behind this call's tokens are none.
+__device__ __forceinline__ void clear_other_slots(const PushKernel& k) {
+  if (k.shares_slots == 0) return;
+  auto* slots = at<std::int64_t>(k.slot_map);
+  const std::int64_t end = static_cast<std::int64_t>(k.max_tokens) * k.num_topk;
+  const std::int64_t first = static_cast<std::int64_t>(k.num_tokens) * k.num_topk;
+  for (std::int64_t i = first + blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
+    slots[i] = kNoSlot;
+  }
 }
 
 __device__ __forceinline__ void zero_row(const PushKernel& k, std::int64_t row, std::uint32_t lane) {

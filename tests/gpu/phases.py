@@ -14,9 +14,8 @@ import epbuf
 from epbuf import _C
 from epbuf.engine import NativeEngine, Place, Rows
 
-POISON = dict.fromkeys(("offs", "counts", "slot_map"), JUNK) | dict.fromkeys(
-    ("overflow", "recv_topk_weights", "recv_tokens"), NAN
-)
+POISON = dict.fromkeys(("offs", "counts"), JUNK) | dict.fromkeys(("overflow", "recv_topk_weights", "recv_tokens"), NAN)
+POISON |= {"slot_map": 1, "wire_rows": 0xFF, "grad_wire_rows": 0xFF}  # slots that look live, rows of NaN
 PLACE = Place(frame=0, workspace=0)
 
 
@@ -91,9 +90,9 @@ class VirtualRanks:
 
 def route(ranks: VirtualRanks, inputs: Sequence[Inputs]) -> None:
     """Poison what route and dispatch write, then route."""
-    for name, poison in POISON.items():
+    for name in POISON.keys() & ranks.plan.lifetimes.keys():
         for region in ranks.regions(name):
-            region.fill_(poison)
+            region.fill_(POISON[name])
     ranks.run(lambda rank, engine: engine.route(PLACE, inputs[rank].topk_idx, inputs[rank].num_tokens))
 
 

@@ -18,7 +18,7 @@ import torch
 from gpus import open_arena
 from graphed import VARIANTS, compare_eager
 from rounds import draw_inputs
-from routings import named_case, shape_case
+from routings import BY_WIRE, named_case, shape_case
 from test_cuda_payloads import on_cpu
 from test_cuda_phases import compare_refused, play_all
 from test_payloads import PAYLOADS, assert_round, case_of, round_of
@@ -31,6 +31,9 @@ def run_kernels() -> None:
     """Play every kernel in every dtype, with splits of rows, several chunks of tokens, padding and overflow."""
     few = {"hidden": 264, "max_tokens_per_rank": 5}
     play_all(0, None, [
+        named_case("duplicates", 2, 16, "bf16", **few, **BY_WIRE),
+        named_case("one_row_over", 4, 1, "fp16", **few, **BY_WIRE),
+        named_case("num_tokens_int32", 2, 128, "fp32", hidden=72, max_tokens_per_rank=70, **BY_WIRE),
         named_case("duplicates", 2, 16, "bf16", **few),
         named_case("one_row_over", 4, 1, "fp16", **few),
         named_case("too_large", 8, 16, "fp32", **few),

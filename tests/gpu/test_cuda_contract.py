@@ -12,7 +12,7 @@ from gpus import GpuPool, open_arena, places
 from graphed import compare_eager, compare_replayed
 from ranks import raised
 from rounds import NAN, assert_rows_same, assert_same, draw_inputs, expected
-from routings import NAMED, SHAPES, Case, base_config, named_case, shape_case
+from routings import BY_WIRE, NAMED, SHAPES, Case, base_config, named_case, shape_case
 from torch import Tensor
 
 import epbuf
@@ -35,6 +35,7 @@ class Sheet:
     token_dtype: str
     hidden: int
     max_tokens: int = 12
+    by_wire: bool = False
 
     @property
     def routings(self) -> list[str]:
@@ -43,10 +44,12 @@ class Sheet:
 
     def case(self, routing: str) -> Case:
         sizes = {"hidden": self.hidden, "max_tokens_per_rank": self.max_tokens}
-        return named_case(routing, self.num_ranks, self.alignment, self.token_dtype, **sizes)
+        form = BY_WIRE if self.by_wire else {}
+        return named_case(routing, self.num_ranks, self.alignment, self.token_dtype, **(sizes | form))
 
     def __str__(self) -> str:
-        return f"R{self.num_ranks}-{self.window}-A{self.alignment}-{self.token_dtype}-H{self.hidden}"
+        words = f"R{self.num_ranks}-{self.window}-A{self.alignment}-{self.token_dtype}-H{self.hidden}"
+        return f"{words}-by_wire" if self.by_wire else words
 
 
 SHEETS = [
@@ -68,6 +71,12 @@ SHEETS = [
     Sheet(8, "torch_symm", 128, "bf16", 8),
     Sheet(8, "nccl", 128, "bf16", 72),
     Sheet(8, "nccl", 1, "fp32", 8),
+    Sheet(1, "local", 16, "bf16", 72, by_wire=True),
+    Sheet(2, "torch_symm", 16, "bf16", 2880, max_tokens=5, by_wire=True),
+    Sheet(2, "torch_symm", 128, "fp32", 72, max_tokens=300, by_wire=True),
+    Sheet(2, "nccl", 1, "fp16", 72, by_wire=True),
+    Sheet(4, "torch_symm", 1, "bf16", 7168, max_tokens=5, by_wire=True),
+    Sheet(8, "torch_symm", 128, "bf16", 8, by_wire=True),
 ]
 
 

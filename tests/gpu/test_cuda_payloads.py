@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import routings
 import torch
 from gpus import GpuPool, open_arena, places
 from rounds import draw_inputs
-from routings import Case
+from routings import Case, in_form
 from test_payloads import (
     PAYLOADS,
     ROUTINGS,
@@ -19,6 +20,7 @@ from test_payloads import (
     copies,
     eager_and_replayed,
     encoded_inputs,
+    every_form,
     every_payload,
     expected,
     poison,
@@ -60,6 +62,7 @@ def _cases(word: str, num_ranks: int) -> list[tuple[Case, bool]]:
 
 @places((1, "local"), (2, "torch_symm"), (4, "torch_symm"))
 @every_payload
+@every_form
 def test_rounds_equal_the_reference(pool: GpuPool, num_ranks: int, window: str, word: str) -> None:
     """Data, scales and row scales, padding 0, nothing behind the zones, gradients of both directions: to the bit."""
     cases = _cases(word, num_ranks)
@@ -84,6 +87,7 @@ def _prequantised(rank: int, group: Any, window: str, case: Case) -> list[Tensor
 
 @places((2, "torch_symm"))
 @every_payload
+@every_form
 def test_rows_that_are_encoded_already(pool: GpuPool, num_ranks: int, window: str, word: str) -> None:
     """Rows and scales that the caller encoded arrive as the rows that dispatch would have encoded."""
     case = case_of(word, num_ranks=num_ranks)
@@ -98,10 +102,11 @@ def _raw(rank: int, group: Any, window: str, scale_row_bytes: int) -> dict[str, 
     return got
 
 
+@every_form
 @places((2, "torch_symm"))
 @pytest.mark.parametrize("scale_row_bytes", [0, 32])
 def test_raw_bytes_are_forwarded(pool: GpuPool, num_ranks: int, window: str, scale_row_bytes: int) -> None:
-    assert_raw(pool.run(num_ranks, _raw, window, scale_row_bytes), scale_row_bytes)
+    assert_raw(pool.run(num_ranks, in_form, routings.form, _raw, window, scale_row_bytes), scale_row_bytes)
 
 
 def _replayed(rank: int, group: Any, window: str, case: Case) -> list[tuple[list[Tensor], list[Tensor]]]:
@@ -111,6 +116,7 @@ def _replayed(rank: int, group: Any, window: str, case: Case) -> list[tuple[list
 
 @places((1, "local"), (2, "torch_symm"))
 @every_payload
+@every_form
 def test_replays_equal_eager_steps(pool: GpuPool, num_ranks: int, window: str, word: str) -> None:
     """Captured once and replayed with other values and routings: y, dx and received bytes equal eager, to the bit."""
     for rounds in pool.run(num_ranks, _replayed, window, case_of(word, num_ranks=num_ranks)):

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import routings
 import torch
 from gpus import GpuPool
 from phases import PLACE, VirtualRanks, combine, dispatch, play_virtual, route
 from rounds import Inputs, assert_round, draw_inputs, expected
-from routings import NAMED, Case, named_case, random_case, shape_case
+from routings import NAMED, Case, in_form, named_case, random_case, shape_case
 
 from epbuf import _C
 from epbuf.engine import Place, Rows
@@ -40,6 +41,7 @@ def play_all(rank: int, group: Any, cases: Sequence[Case]) -> int:
     return len(cases)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("num_ranks", [2, 4, 8], ids="R{}".format)
 def test_named_routings(pool: GpuPool, num_ranks: int) -> None:
     """Rules 1 to 10: route, dispatch, combine and both backwards equal the reference to the bit."""
@@ -51,6 +53,7 @@ def test_named_routings(pool: GpuPool, num_ranks: int) -> None:
     assert pool.run(1, play_all, cases) == [len(cases)]
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("num_ranks", [2, 8], ids="R{}".format)
 def test_named_shapes(pool: GpuPool, num_ranks: int) -> None:
     """Rule 11, with more tokens than one kernel can route, and few experts or one token."""
@@ -58,6 +61,7 @@ def test_named_shapes(pool: GpuPool, num_ranks: int) -> None:
     assert pool.run(1, play_all, cases) == [len(cases)]
 
 
+@pytest.mark.usefixtures("form")
 def test_random_routings(pool: GpuPool) -> None:
     """Rules 1 to 11 on random sizes, capacities and ids, bad and repeated ones included, on 1 to 8 ranks."""
     assert pool.run(1, play_all, [random_case(seed) for seed in range(100, 140)]) == [40]
@@ -113,6 +117,7 @@ def compare_refused(rank: int, group: Any, op: str) -> list[tuple[int, int, int,
         return found
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize(
     "op", ["route", "dispatch", "combine", "combine_backward", "dispatch_backward", "lone_dispatch_backward"]
 )
@@ -121,4 +126,4 @@ def test_refusal_of_one_rank(pool: GpuPool, op: str) -> None:
     right.
     """
     number = int(_C.Op[op.removeprefix("lone_").upper()])
-    assert pool.run(1, compare_refused, op) == [[(1, 1, REFUSAL, number)] * 4]
+    assert pool.run(1, in_form, routings.form, compare_refused, op) == [[(1, 1, REFUSAL, number)] * 4]

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 @places((1, "local"), (2, "torch_symm"), (4, "torch_symm"))
 @pytest.mark.parametrize("routing", ["some_negative", "one_row_over", "num_tokens_int64"])
 @each_policy
+@pytest.mark.usefixtures("form")
 def test_gradients_equal_those_of_kept_rows(
     pool: GpuPool, policy: Any, num_ranks: int, window: str, routing: str
 ) -> None:  # fmt: skip
@@ -29,6 +30,7 @@ def test_gradients_equal_those_of_kept_rows(
 
 @places((1, "local"), (2, "torch_symm"))
 @each_policy
+@pytest.mark.usefixtures("form")
 def test_replays_equal_eager_steps(pool: GpuPool, policy: Any, num_ranks: int, window: str) -> None:
     """Of rows that come back, and of rows that are kept; sums are of whole numbers."""
     case = named_case("balanced", num_ranks, 16, "fp32")

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 @places((1, "local"), (2, "torch_symm"))
 @pytest.mark.parametrize(("policy", "stash_rows"), [("stash", 9 * 640), (MIXED, 3 * 768)], ids=["all-stashed", "mixed"])
+@pytest.mark.usefixtures("form")
 def test_micro_batches_in_flight(
     pool: GpuPool, policy: Any, stash_rows: int, num_ranks: int, window: str
 ) -> None:  # fmt: skip
@@ -32,6 +33,7 @@ def test_micro_batches_in_flight(
 @pytest.mark.parametrize(
     "payload", ["mxfp8", "nvfp4", Payload.nvfp4(scale_layout="blocked")], ids=["mxfp8", "nvfp4", "nvfp4-blocked"]
 )
+@pytest.mark.usefixtures("form")
 def test_quantised_rows_come_back_with_their_scales(
     pool: GpuPool, payload: Any, num_ranks: int, window: str
 ) -> None:  # fmt: skip
