@@ -41,7 +41,8 @@ class Expected:
         recv: [num_rows, H], padding rows 0.
         recv_weights: [num_rows] float32, padding rows 0.
         expert_rows: [C, H], what the experts make of them; rows past num_rows are NaN.
-        y: [T, H], their sum for each token, in k order, in float32, rounded once.
+        y: [T, H], their sum for each token, in k order, in float32, rounded once; by rank: such sums of each rank's
+            rows, added in rank order.
         weighted_y: [T, H], the same of rows that were multiplied by their weight and rounded.
     """
 
@@ -54,7 +55,9 @@ class Expected:
     weighted_y: Tensor
 
 
-def expect(shape: Shape, rank: int, capacity_rows: int, device: torch.device) -> Expected:
+def expect(
+    shape: Shape, rank: int, capacity_rows: int, device: torch.device, combine_order: str = "k"
+) -> Expected:  # fmt: skip
     """Work everything out for one rank."""
     row, source, slot, expert, offs = _rows_of(shape, rank)
     num_rows = int(offs[-1])
@@ -69,7 +72,8 @@ def expect(shape: Shape, rank: int, capacity_rows: int, device: torch.device) ->
     factors[row] = _factor(expert)
     expert_rows = torch.full((capacity_rows, shape.hidden), torch.nan, dtype=torch.bfloat16, device=device)
     expert_rows[:num_rows] = _scaled(recv, factors.to(device))
-    y, weighted_y = _sums(shape, rank, device)
+    add = _sums_by_rank if combine_order == "by_rank" else _sums
+    y, weighted_y = add(shape, rank, device)
     return Expected(num_rows, offs.int().to(device), recv, recv_weights.to(device), expert_rows, y, weighted_y)
 
 
@@ -100,15 +104,30 @@ def _scaled(rows: Tensor, factors: Tensor) -> Tensor:
     return torch.cat([(part.float() * by.unsqueeze(1)).to(rows.dtype) for part, by in parts])
 
 
-def _sums(shape: Shape, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _sums(shape: Shape, rank: int, device: torch.device, on_rank: int | None = None) -> tuple[Tensor, Tensor]:
+    """Add the rows of each token, or those that experts of one rank make."""
     x, topk_idx = draw_tokens(shape, rank, device), shape.topk_idx(rank)
     weights = draw_weights(shape, rank).to(device)
     plain, weighted = (torch.zeros(x.shape, device=device) for _ in range(2))
     for k in range(shape.num_topk):
+        is_added = torch.ones(len(x), dtype=torch.bool)
+        if on_rank is not None:
+            is_added = topk_idx[:, k] // shape.num_local_experts == on_rank
+        is_added = is_added.to(device)[:, None]
         rows = _scaled(x, _factor(topk_idx[:, k]).to(device))
-        plain += rows.float()
-        weighted += _scaled(rows, weights[:, k]).float()
+        plain += rows.float() * is_added
+        weighted += _scaled(rows, weights[:, k]).float() * is_added
     return plain.to(x.dtype), weighted.to(x.dtype)
+
+
+def _sums_by_rank(shape: Shape, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    size = (shape.num_tokens, shape.hidden)
+    plain, weighted = (torch.zeros(size, device=device) for _ in range(2))
+    for other in range(shape.num_ranks):
+        of_rank, weighted_of_rank = _sums(shape, rank, device, other)
+        plain += of_rank.float()
+        weighted += weighted_of_rank.float()
+    return plain.bfloat16(), weighted.bfloat16()
 
 
 def require_equal(what: str, ours: Tensor, right: Tensor) -> None:

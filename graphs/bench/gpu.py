@@ -73,17 +73,18 @@ class Chain:
 class Bench:
     """One arena of two frames and two workspaces, its inputs, and the chains over it."""
 
-    def __init__(self, shape: Shape, session: Session, window: str) -> None:
+    def __init__(self, shape: Shape, session: Session, options: argparse.Namespace) -> None:
         self.shape, self.session = shape, session
-        self.plan = epbuf.Plan.build(make_config(shape), epbuf.Schedule(num_frames=2, num_workspaces=2))
-        group, kind = (dist.group.WORLD, window) if shape.num_ranks > 1 else (None, "local")
+        config = make_config(shape, wire=options.wire, combine_order=options.combine_order)
+        self.plan = epbuf.Plan.build(config, epbuf.Schedule(num_frames=2, num_workspaces=2))
+        group, kind = (dist.group.WORLD, options.window) if shape.num_ranks > 1 else (None, "local")
         self.arena = epbuf.Arena.open(self.plan, group, device=session.device, window=kind)
         self.engine = self.arena.engine
         self.x = draw_tokens(shape, session.rank, session.device)
         self.topk_idx = shape.topk_idx(session.rank).to(session.device)
         self.topk_weights = draw_weights(shape, session.rank).to(session.device)
         self.y, self.dx, self.dw = (torch.empty_like(like) for like in (self.x, self.x, self.topk_weights))
-        self.right = expect(shape, session.rank, self.plan.capacity_rows, session.device)
+        self.right = expect(shape, session.rank, self.plan.capacity_rows, session.device, options.combine_order)
 
     def route(self) -> None:
         for frame in BOTH:
@@ -212,14 +213,14 @@ class Bench:
         return times
 
     def moved(self) -> dict[str, Any]:
-        """Count what a step moves, by the library's own accounting: bytes over all ranks, and the busiest wire."""
+        """Count what a step moves, by the library's own accounting, over all ranks; and dispatch's busiest wire."""
         counts = self.shape.counts().tolist()
-        sent = kept_rows(self.plan, counts)
+        sent = tokens_sent(self.shape, 1) if self.plan.dedups else kept_rows(self.plan, counts)
         ranks = range(self.shape.num_ranks)
         remote = [
             max(sum(sent[a][b] for b in ranks if b != a), sum(sent[b][a] for b in ranks if b != a)) for a in ranks
         ]
-        found = traffic(self.plan, counts, [self.shape.num_tokens] * self.shape.num_ranks)
+        found = traffic(self.plan, counts, [self.shape.num_tokens] * self.shape.num_ranks, num_by_wire(self.shape))
         return {"traffic": asdict(found), "wire_bytes": max(remote) * self.plan.token_row_bytes}
 
     def close(self) -> None:
@@ -234,13 +235,13 @@ class Bench:
 class PayloadBench:
     """One arena whose rows travel in a quantised format: dispatch only."""
 
-    def __init__(self, shape: Shape, session: Session, window: str, word: str) -> None:
+    def __init__(self, shape: Shape, session: Session, options: argparse.Namespace, word: str) -> None:
         name, _, layout = word.partition(":")
         self.payload = epbuf.Payload.model_validate({"format": name, "scale_layout": layout or "compact"})
         self.shape, self.session = shape, session
-        config = make_config(shape, dispatch_payload=self.payload, inference_only=True)
+        config = make_config(shape, dispatch_payload=self.payload, inference_only=True, wire=options.wire)
         self.plan = epbuf.Plan.build(config, epbuf.Schedule(num_frames=2, num_workspaces=2))
-        group, kind = (dist.group.WORLD, window) if shape.num_ranks > 1 else (None, "local")
+        group, kind = (dist.group.WORLD, options.window) if shape.num_ranks > 1 else (None, "local")
         self.arena = epbuf.Arena.open(self.plan, group, device=session.device, window=kind)
         self.x = draw_tokens(shape, session.rank, session.device)
         self.topk_idx = shape.topk_idx(session.rank).to(session.device)
@@ -278,10 +279,10 @@ def measure_payload(
     shape: Shape, session: Session, options: argparse.Namespace, word: str, route: list[float]
 ) -> dict[str, Any]:  # fmt: skip
     """Time dispatch in one format; `route` are the times to take off. Collective."""
-    bench = PayloadBench(shape, session, options.window, word)
+    bench = PayloadBench(shape, session, options, word)
     both = bench.time(options.samples, options.repeats)
     counts, num_tokens = shape.counts().tolist(), [shape.num_tokens] * shape.num_ranks
-    pushed = asdict(traffic(bench.plan, counts, num_tokens).dispatch)
+    pushed = asdict(traffic(bench.plan, counts, num_tokens, num_by_wire(shape)).dispatch)
     bench.arena.close()
     return {
         "system": "epbuf",
@@ -312,6 +313,19 @@ def make_config(shape: Shape, **changes: Any) -> epbuf.EpConfig:
     )
 
 
+def tokens_sent(shape: Shape, num_rows: int) -> list[list[int]]:
+    """Count the tokens of each rank that have `num_rows` rows or more on each rank; none is dropped."""
+    ranks = range(shape.num_ranks)
+    rank_of_row = [shape.topk_idx(source) // shape.num_local_experts for source in ranks]
+    return [[int(((rows == rank).sum(1) >= num_rows).sum()) for rank in ranks] for rows in rank_of_row]
+
+
+def num_by_wire(shape: Shape) -> int:
+    """Count how often a token has several rows on a rank that is not its own."""
+    sent = tokens_sent(shape, 2)
+    return sum(sum(row) for row in sent) - sum(sent[rank][rank] for rank in range(shape.num_ranks))
+
+
 def poison(*tensors: Tensor) -> None:
     for tensor in tensors:
         tensor.fill_(torch.nan)
@@ -324,7 +338,7 @@ def without_route(both: list[float], route: list[float]) -> list[float]:
 
 def measure(shape: Shape, session: Session, options: argparse.Namespace) -> dict[str, Any]:
     """Check and time one shape. Collective."""
-    bench = Bench(shape, session, options.window)
+    bench = Bench(shape, session, options)
     bench.check()
     chains = bench.chains(options.expert_hidden)
     times = {name: bench.time(chain, options.samples, options.repeats) for name, chain in chains.items()}
@@ -340,6 +354,8 @@ def measure(shape: Shape, session: Session, options: argparse.Namespace) -> dict
         "window_reason": bench.arena.window_reason,
         "window_bytes": bench.plan.total_bytes,
         "capacity_rows": bench.plan.capacity_rows,
+        "wire": "dedup" if bench.plan.dedups else "direct",
+        "combine_order": options.combine_order,
         "num_gpus": session.num_gpus,
         "versions": versions(session),
         **bench.moved(),
@@ -370,6 +386,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="file that rank 0 appends a line of JSON per shape to")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--window", default="auto", help="of several ranks; one rank takes local")
+    parser.add_argument("--wire", choices=("direct", "dedup", "auto"), default="direct")
+    parser.add_argument("--combine-order", choices=("k", "by_rank"), default="k")
     parser.add_argument("--samples", type=int, default=25, help="replays that are timed")
     parser.add_argument("--repeats", type=int, default=4, help="times that a graph holds its chain")
     parser.add_argument("--host-calls", type=int, default=200)
