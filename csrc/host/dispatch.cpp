@@ -100,10 +100,11 @@ void push_by_wire(const Context& context, const PushTarget& target, const Encode
 enum class Crossing { kAlone, kFirst, kLater };
 
 Crossing crossing_of(const Context& context, const PushTarget& target, const std::int64_t* slots, std::int32_t k) {
+  if (target.wire_rows < 0) return Crossing::kAlone;
   const Geometry& g = context.geometry();
   const Slot slot = unpack_slot(slots[k]);
   const RowsOnRank there(slots, g.num_topk, slot.rank);
-  if (target.wire_rows < 0 || !goes_by_wire(g.rank, slot.rank, there.num)) return Crossing::kAlone;
+  if (!goes_by_wire(g.rank, slot.rank, there.num)) return Crossing::kAlone;
   return slot.row == there.rows[0] ? Crossing::kFirst : Crossing::kLater;
 }
 
