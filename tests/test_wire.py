@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import raised, virtual
-from rounds import assert_same, draw_inputs
+from rounds import assert_round, assert_same, draw_inputs, expected, play
 from routings import BY_WIRE, Case, changed, named_case
 from torch import Tensor
 
@@ -169,6 +169,16 @@ def test_replays_with_other_routings(num_ranks: int) -> None:
     ):
         for mine, theirs in zip(ours, other, strict=True):
             assert_same(mine, theirs, f"rank {rank}")
+
+
+@pytest.mark.parametrize(("fields", "dedups"), [({}, True), ({"num_topk": 1}, False)], ids=["dedup", "direct"])
+def test_auto_moves_rows_as_the_plan_says(fields: dict[str, Any], dedups: bool) -> None:
+    """Whichever form the plan takes, the round is that of the reference."""
+    case = named_case("some_negative", 2, 16, wire="auto", hidden=512, **fields)
+    assert epbuf.Plan.build(case.config).dedups == dedups
+    want = expected(case, False, False)
+    for rank, got in enumerate(virtual(2, play, case, False, False)):
+        assert_round(got, want[rank], f"rank {rank}")
 
 
 def _mismatch(rank: int, group: Any, cases: list[Case]) -> str:
