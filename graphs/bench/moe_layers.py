@@ -4,8 +4,9 @@
 
 Forward and backward of all layers, divided by their number; medians over rounds in which the variants take turns, each
 of the slowest rank. Experts are two grouped GEMMs in all variants. Memory is the peak that torch allocated during a
-step beyond what lay there before it, and the window, which torch does not count. Ranks that share a GPU need
-NCCL >= 2.30 for alltoall (LD_PRELOAD); without, that row says so.
+step beyond what lay there before it, and the window, which torch does not count. All models have the same weights;
+outputs and gradients that differ from alltoall's by more than bfloat16 explains end the run with status 1. Ranks that
+share a GPU need NCCL >= 2.30 for alltoall (LD_PRELOAD); without, the last line says so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ import epbuf
 from epbuf.integrations import megatron
 
 WARMUP = 3
+TOLERANCE = 0.02  # of the largest value of a tensor: sums in another order, each rounded to bfloat16
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,26 @@ class Variant:
         step: forward and backward of all layers.
         window_bytes: of the arena, which torch does not count.
         torch_bytes: most that torch allocated during a step.
+        difference: from alltoall's outputs and gradients, the largest of all; a share of the tensor's largest value.
         micros: microseconds of a layer, one number a round.
     """
 
     name: str
-    step: Callable[[], object]
+    step: Callable[[], Sequence[Tensor]]
     window_bytes: int = 0
     torch_bytes: int = 0
+    difference: float = 0.0
     micros: list[float] = field(default_factory=list)
+
+
+class Result(NamedTuple):
+    """What a rank says of a variant; the words are those of `Variant`."""
+
+    name: str
+    micros: list[float]
+    torch_bytes: int
+    window_bytes: int
+    difference: float
 
 
 def config_options(shape: Shape, device: torch.device) -> dict[str, Any]:
@@ -116,11 +130,19 @@ def make_variants(stack: ExitStack, shape: Shape, device: torch.device) -> tuple
     try:
         group = groups if device.type == "cpu" else layers.groups_of(dist.new_group(backend="nccl"))
         stock = layers.Layers(layers.make_config(group, **options, **layers.ALLTOALL), group, spec).to(device)
+        stock.load_state_dict(model.state_dict())
         theirs = step_of(stock)
-        theirs(x)
+        wanted = theirs(x)
     except RuntimeError as error:
         return variants, f"alltoall could not run: {str(error).splitlines()[0]}"
+    for variant in variants:
+        variant.difference = max(share_off(*pair) for pair in zip(variant.step(), wanted, strict=True))
     return [Variant("Megatron-Core, alltoall", lambda: theirs(x)), *variants], ""
+
+
+def share_off(found: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference as a share of the largest value."""
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
 def microseconds(step: Callable[[], object], device: torch.device) -> float:
@@ -149,7 +171,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def run_rank(device: torch.device, shape: Shape) -> tuple[list[tuple[str, list[float], int, int]], str]:
+def run_rank(device: torch.device, shape: Shape) -> tuple[list[Result], str]:
     """Be one rank: measure all variants in turns."""
     import megatron_layers as layers
 
@@ -164,16 +186,20 @@ def run_rank(device: torch.device, shape: Shape) -> tuple[list[tuple[str, list[f
             for variant in variants:
                 dist.barrier()
                 variant.micros.append(microseconds(variant.step, device) / shape.num_layers)
-        return [(v.name, v.micros, v.torch_bytes, v.window_bytes) for v in variants], trouble
+        return [Result(v.name, v.micros, v.torch_bytes, v.window_bytes, v.difference) for v in variants], trouble
 
 
-def table(shape: Shape, by_rank: Sequence[Sequence[tuple[str, list[float], int, int]]]) -> list[str]:
-    """Return the rows of the table: times of the slowest rank, memory of the first."""
-    lines = ["| dispatcher | us per layer | torch MiB per layer | window MiB per layer |", "|---|---|---|---|"]
-    for number, (name, _, torch_bytes, window_bytes) in enumerate(by_rank[0]):
-        slowest = [max(samples) for samples in zip(*(rank[number][1] for rank in by_rank), strict=True)]
-        mib = [nbytes / 2**20 / shape.num_layers for nbytes in (torch_bytes, window_bytes)]
-        lines.append(f"| {name} | {statistics.median(slowest):.0f} | {mib[0]:.1f} | {mib[1]:.1f} |")
+def table(shape: Shape, by_rank: Sequence[Sequence[Result]]) -> list[str]:
+    """Return the rows of the table: times and differences of the worst rank, memory of the first."""
+    lines = [
+        "| dispatcher | us per layer | torch MiB per layer | window MiB per layer | off alltoall's values by |",
+        "|---|---|---|---|---|",
+    ]
+    for results in zip(*by_rank, strict=True):
+        slowest = statistics.median(max(samples) for samples in zip(*(result.micros for result in results), strict=True))
+        mib = [nbytes / 2**20 / shape.num_layers for nbytes in (results[0].torch_bytes, results[0].window_bytes)]
+        off = max(result.difference for result in results)
+        lines.append(f"| {results[0].name} | {slowest:.0f} | {mib[0]:.1f} | {mib[1]:.1f} | {off:.2%} |")
     return lines
 
 
@@ -192,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(table(shape, [rows for rows, _ in found])))
     troubles = {trouble for _, trouble in found if trouble}
     print("\n".join(sorted(troubles)) or "all variants in one run, in turns")
-    return 0
+    return int(any(result.difference > TOLERANCE for rows, _ in found for result in rows))
 
 
 if __name__ == "__main__":
