@@ -247,7 +247,8 @@ void bind_enums(py::module_& m) {
                      kRefusalShape, "DEVICE", kRefusalDevice, "STRIDES", kRefusalStrides, "ALIGNMENT",
                      kRefusalAlignment, "TOO_MANY_TOKENS", kRefusalTooManyTokens, "OVERLAP", kRefusalOverlap,
                      "CALL_ORDER", kRefusalCallOrder, "LEASE", kRefusalLease, "WORKSPACE", kRefusalWorkspace,
-                     "COPIED_REGION", kRefusalCopiedRegion, "INTERNAL", kRefusalInternal);
+                     "COPIED_REGION", kRefusalCopiedRegion, "INTERNAL", kRefusalInternal, "REPEATED_EXPERT",
+                     kRefusalRepeatedExpert);
   bind_enum<Source>(m, "Source", "TENSOR", kSourceTensor, "WINDOW", kSourceWindow, "ZERO", kSourceZero);
   bind_enum<StashMove>(m, "StashMove", "NOTHING", kStashNothing, "STASH", kStashRows, "RESTORE", kRestoreRows);
   bind_enum<TokenDtype>(m, "TokenDtype", "BF16", kBf16, "FP16", kFp16, "FP32", kFp32);

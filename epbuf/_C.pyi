@@ -54,6 +54,7 @@ class Refusal(enum.IntEnum):
     WORKSPACE = 11
     COPIED_REGION = 12
     INTERNAL = 13
+    REPEATED_EXPERT = 14
 
 class Source(enum.IntEnum):
     TENSOR = 0

@@ -17,7 +17,7 @@ import torch
 from rich.console import RenderableType
 
 from epbuf import _C
-from epbuf.engines import check_engine
+from epbuf.engines import check_engine, check_fit
 from epbuf.errors import (
     CaptureError,
     ConfigError,
@@ -34,7 +34,7 @@ from epbuf.windows import nccl
 from epbuf.windows.adopted import check_adoptable
 from epbuf.windows.group import AnyGroup, Group, TorchGroup, VirtualRank, as_group
 
-_WINDOWS_BY_DEVICE = {"cpu": ("host", "local"), "cuda": ("nccl", "torch_symm", "local")}
+_WINDOWS_BY_DEVICE = {"cpu": ("host", "local", "own"), "cuda": ("nccl", "torch_symm", "local", "own")}
 
 
 class Arena:
@@ -70,8 +70,10 @@ class Arena:
 
         Collective: every rank of `group` calls it with the same plan. Synchronises.
 
-        With `engine="external"` rows are moved by kernels of the caller's: `dispatch` and `combine` are refused, and
-        `lease.begin` and `lease.end` mark what those kernels use. All else is as for our own.
+        With `engine="nccl_ep"` rows are moved by NCCL EP, also between hosts, under the same calls; the plan must have
+        been built for it. What differs is in docs/nccl_ep.md. With `engine="external"` rows are moved by kernels of the
+        caller's: `dispatch` and `combine` are refused, and `lease.begin` and `lease.end` mark what those kernels use.
+        All else is as for our own.
 
         With `debug` every acquire() poisons the frame and looks for writes past the last zone and between regions. It
         then reads the device, unless it is captured: what a replay finds is raised by check(). Without, nothing is
@@ -79,7 +81,8 @@ class Arena:
 
         Raises:
             CaptureError: a graph is being captured.
-            ConfigError: the group has another size than the plan, or device, window or engine do not fit.
+            ConfigError: the group has another size than the plan; device, window or engine do not fit; a package that
+                the engine needs is missing, here or on the rank that is named.
             PlanMismatchError: another rank brought another plan; raised on every rank.
             NativeError: some rank could not allocate; raised on every rank.
         """
@@ -88,8 +91,10 @@ class Arena:
         check_engine(engine)
         _refuse_inference_mode("Arena.open")
         ranks = as_group(group)
+        with torch.no_grad():
+            _agree_on_engine(engine, plan, device, ranks)
         place = _device_of(device, ranks)
-        kind, reason = _window_kind(window, place, group)
+        kind, reason = _window_kind(window, place, group, engine)
         with torch.no_grad():
             _agree(plan, ranks)
         return cls(Generation.allocate(plan, ranks, kind, engine, place, debug=debug), ranks, engine, reason)
@@ -537,13 +542,23 @@ def _device_of(device: torch.device | str | None, group: Group) -> torch.device:
     return chosen
 
 
-def _window_kind(word: str, device: torch.device, group: AnyGroup) -> tuple[str, str]:
-    """Choose the kind of window: the word, or the default of the device and group. Return it and why.
+def _window_kind(word: str, device: torch.device, group: AnyGroup, engine: str) -> tuple[str, str]:
+    """Choose the kind of window: the word, or the default of the device, group and engine. Return it and why.
 
     Raises:
         ConfigError: the word does not exist, or not for this device and group.
     """
     one_process = group is None or isinstance(group, VirtualRank)
+    if engine == "nccl_ep":
+        if word not in ("auto", "own") or one_process:
+            found = "ranks of one process" if one_process else f'window="{word}"'
+            raise ConfigError(
+                f'engine="nccl_ep" found {found}; it takes a process group, and "auto" or "own": the library registers '
+                "buffers of its own"
+            )
+        return "own", "the library registers buffers of its own"
+    if word == "own" and engine == "native":
+        raise ConfigError('window="own" has no addresses of peers, which engine="native" needs; take "auto"')
     if word == "auto":
         return _default_window(device, one_process)
     kinds = _WINDOWS_BY_DEVICE[device.type]
@@ -579,6 +594,26 @@ def _agree(plan: Plan, group: Group) -> None:
         _raise_mismatch(plans[0][1], plans[different][1], different)
 
 
+def _agree_on_engine(engine: str, plan: Plan, device: torch.device | str | None, group: Group) -> None:
+    """Raise on every rank unless the engine can be opened on each: a rank may lack its packages."""
+    if engine == "native" and plan.engine == "native":
+        return
+    trouble = ""
+    try:
+        check_fit(engine, plan, _device_of(device, group))
+    except ConfigError as error:
+        trouble = str(error)
+    _raise_together(trouble, group, "cannot open this engine")
+
+
+def _raise_together(trouble: str, group: Group, what: str) -> None:
+    """Raise ConfigError on every rank if one has trouble: its own, or the first other rank's."""
+    troubles = group.all_gather(trouble)
+    first = next((rank for rank, text in enumerate(troubles) if text), None)
+    if first is not None:
+        raise ConfigError(trouble or f"rank {first} {what}: {troubles[first]}")
+
+
 def _agree_on_memory(plan: Plan, tensor: object, group: Group) -> None:
     """Raise on every rank unless each brought a tensor that the plan's window can lie in."""
     trouble = ""
@@ -586,10 +621,7 @@ def _agree_on_memory(plan: Plan, tensor: object, group: Group) -> None:
         _check_unused(check_adoptable(tensor, plan.total_bytes), plan.total_bytes)
     except ConfigError as error:
         trouble = str(error)
-    troubles = group.all_gather(trouble)
-    first = next((rank for rank, text in enumerate(troubles) if text), None)
-    if first is not None:
-        raise ConfigError(trouble or f"rank {first} brought memory that cannot be adopted: {troubles[first]}")
+    _raise_together(trouble, group, "brought memory that cannot be adopted")
 
 
 def _check_unused(tensor: torch.Tensor, nbytes: int) -> None:

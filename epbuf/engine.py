@@ -139,6 +139,9 @@ class Engine(Protocol):
     synchronous: bool
     """Whether a call returns when its round is complete, with its outcome."""
 
+    encodes: bool
+    """Whether `dispatch` takes rows of the token dtype for a quantised payload."""
+
     def control(self) -> _C.Control:
         """Read this rank's error and counter words. Synchronises on CUDA."""
 
@@ -160,8 +163,8 @@ class Engine(Protocol):
     def abort(self) -> None:
         """Tell every peer that this rank abandons the arena."""
 
-    def close(self) -> None:
-        """Let go of everything native. Never communicates."""
+    def close(self, *, is_healthy: bool = True) -> None:
+        """Let go of everything native, behind a barrier; of an unhealthy group without communication."""
 
 
 class OnStreams:
@@ -186,6 +189,8 @@ class NativeEngine(OnStreams):
 
     On CUDA the calls enqueue on torch's current stream and return; what went wrong is read by `status` and `control`.
     """
+
+    encodes = True
 
     def __init__(self, plan: Plan, rank: int, window: Window, device: torch.device) -> None:
         self.synchronous = device.type == "cpu"
@@ -298,7 +303,7 @@ class NativeEngine(OnStreams):
     def abort(self) -> None:
         self.native.abort(int(_C.Status.ABORTED))
 
-    def close(self) -> None:
+    def close(self, *, is_healthy: bool = True) -> None:
         if not isinstance(self.native, _C.HostEngine):
             self.native.close()
         del self.native
@@ -415,6 +420,7 @@ _CAUSES = {
     _C.Refusal.WORKSPACE: "no free workspace",
     _C.Refusal.COPIED_REGION: "a compiler's copy of a region",
     _C.Refusal.INTERNAL: "an unexpected error",
+    _C.Refusal.REPEATED_EXPERT: 'an expert that one token names twice, which engine="nccl_ep" cannot send',
 }
 
 

@@ -28,6 +28,7 @@ from epbuf.windows.adopted import AdoptedWindow
 from epbuf.windows.group import Group
 from epbuf.windows.host import HostWindow
 from epbuf.windows.local import LocalWindow
+from epbuf.windows.own import OwnWindow
 from epbuf.windows.torch_symm import TorchSymmWindow
 
 EVENTS = ("num_refusals", "num_overflows", "num_stash_overflows", "num_bad_ids", "num_early_reuses", "staged_bytes")
@@ -66,6 +67,7 @@ class Generation:
         debug: poison and canaries, in debug mode; else None.
         is_external: whether rows are moved by kernels that are not ours.
         registration: what `window_offset` gives for the window: the window, or what came with an adopted tensor.
+        encodes: whether dispatch turns rows of the token dtype into a quantised payload.
         may_refuse_result: whether an eager dispatch may raise once its round is complete.
     """
 
@@ -81,6 +83,7 @@ class Generation:
         self.engine = engine
         self.is_external = isinstance(engine, ExternalEngine)
         self.registration: object = window
+        self.encodes = engine.encodes
         self._copy_facts(plan)
         self.debug: Debug | None = None
         self.order = torch.zeros(1, dtype=torch.int32, device=device)
@@ -160,7 +163,7 @@ class Generation:
         cls, plan: Plan, group: Group, window: Window, engine: str, device: torch.device, *, debug: bool
     ) -> Generation:  # fmt: skip
         """Make the memory of a plan in a window. Collective."""
-        mover = open_engine(engine, plan, group.rank, window, device)
+        mover = open_engine(engine, plan, group, window, device)
         memory = cls(plan, group, window, mover, device)
         if debug:
             unrouted_end = plan.capacity_rows if memory.is_external else 0
@@ -441,7 +444,7 @@ class Generation:
             self._judge(control)
 
     def count_own_refusal(self) -> None:
-        """Note that this rank raises its own refusal, so that `raise_pending` does not raise it again.
+        """Note that this rank raises a refusal that it counts, so that `raise_pending` does not raise it again.
 
         A refusal that is being captured has not happened: its kernels count when a replay runs them.
         """
@@ -570,7 +573,7 @@ class Generation:
             return
         self._closed = True
         _C.handle_drop(self.handle)
-        self.engine.close()
+        self.engine.close(is_healthy=is_healthy)
         self._regions, self._routed, self._received, self._moved_grads = {}, (), {}, {}
         self.routing_views, self.views, self.debug = {}, {}, None
         if is_healthy or self.engine.synchronous:
@@ -640,6 +643,7 @@ _WINDOWS: dict[str, Any] = {
     "local": LocalWindow,
     "torch_symm": TorchSymmWindow,
     "nccl": nccl.NcclWindow,
+    "own": OwnWindow,
 }
 
 

@@ -19,6 +19,8 @@ class ExternalEngine(OnStreams):
     Nothing here talks to a peer: the caller's kernels synchronise the ranks among themselves.
     """
 
+    encodes = True
+
     def __init__(self, plan: Plan, window: Window, device: torch.device) -> None:
         self.synchronous = device.type == "cpu"
         self._streams = None if self.synchronous else StreamOrder(device, is_one_order=False)
@@ -86,7 +88,7 @@ class ExternalEngine(OnStreams):
     def abort(self) -> None:
         """Do nothing: peers hear of it from the caller's own communication."""
 
-    def close(self) -> None:
+    def close(self, *, is_healthy: bool = True) -> None:
         """Let go of the window."""
         del self._words, self._open, self._peaks, self._overflow
 

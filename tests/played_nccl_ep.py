@@ -1,0 +1,136 @@
+"""NCCL EP played by plain torch on CPU: what `epbuf.engines.nccl_ep` asks of the library, and no kinder than that.
+
+It does what the library's documentation and source say of high-throughput, expert-major groups with staging: a bitmap
+of experts a token, zones padded with zeros, rows at or past the budget dropped; combine adds the rows of each rank,
+rounds, and adds the ranks. What the library leaves undefined is junk here: rows past the zones, tokens without experts,
+gradients of weights without a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import epbuf
+from epbuf.engine import Encoded
+from epbuf.engines import nccl_ep
+
+JUNK = 77.0
+
+
+class PlayedLibrary:
+    def __init__(self, plan: epbuf.Plan, group: Any, device: torch.device) -> None:
+        self.plan, self.group = plan, group
+        self.num_live = 0
+
+    def gather(self, rows: Tensor, rank: int) -> None:
+        for source, row in enumerate(self.group.all_gather(rows[rank].clone())):
+            rows[source] = row
+
+    def new_handle(self, memory: Tensor) -> PlayedHandle:
+        assert memory.dtype == torch.uint8 and memory.data_ptr() % 256 == 0
+        self.num_live += 1
+        return PlayedHandle(self)
+
+    def destroy(self) -> None:
+        assert self.num_live == 0, "handles go before their group"
+
+
+class PlayedHandle:
+    def __init__(self, library: PlayedLibrary) -> None:
+        self.library, self.group = library, library.group
+        self.slots: list[dict[int, int]] = []
+
+    def update(self, ids: Tensor) -> None:
+        """Place every (rank, token) of every local expert; keep where this rank's own tokens went."""
+        config = self.library.plan.config
+        assert ids.is_contiguous() and ids.dtype == torch.int64 and 0 < len(ids) <= config.max_tokens_per_rank
+        assert int(ids.max()) < config.num_experts, "an id past E is written out of bounds"
+        self.ids = ids.clone()
+        capacity, alignment = self.library.plan.capacity_rows, config.expert_alignment
+        everyone = self.group.all_gather(self.ids.tolist())
+        self.places: dict[tuple[int, int, int], tuple[int, int]] = {}  # (rank, token, expert) -> (owner, row)
+        self.zones: list[tuple[int, int]] = []  # of this rank: first row of padding, end
+        end = 0
+        for expert in range(config.num_experts):
+            owner, local = divmod(expert, config.num_local_experts)
+            end = end if local else 0
+            for rank, tokens in enumerate(everyone):
+                for token, experts in enumerate(tokens):
+                    if expert in experts:
+                        if end < capacity:
+                            self.places[rank, token, expert] = owner, end
+                        end += 1
+            first_padding, end = end, -(-end // alignment) * alignment
+            if owner == self.group.rank:
+                self.zones.append((min(first_padding, capacity), min(end, capacity)))
+
+    def dispatch(self, rows: Encoded, weights: Tensor | None, into: Encoded, recv_weights: Tensor | None) -> None:
+        config = self.library.plan.config
+        assert (weights is None) == (recv_weights is None), "weights come forward, and not backward"
+        assert rows.data.is_contiguous() and rows.data.dtype == into.data.dtype
+        assert rows.data.shape == (len(self.ids), into.data.shape[1])
+        parts, regions = [_bytes(rows.data)], [_bytes(into.data)]
+        if into.scales is not None:
+            assert rows.scales is not None and rows.scales.shape == (len(self.ids), into.scales.shape[1])
+            assert rows.scales.shape[1] % 16 == 0
+            parts.append(rows.scales)
+            regions.append(into.scales)
+        if weights is not None and recv_weights is not None:
+            assert weights.shape == self.ids.shape and weights.dtype == torch.float32
+            assert len(into.data) == config.recv_capacity_per_rank or config.recv_capacity_per_rank is None
+        everyone = self.group.all_gather(
+            ([part.clone() for part in parts], None if weights is None else (self.ids.tolist(), weights.clone()))
+        )
+        for (rank, token, expert), (owner, row) in self.places.items():
+            if owner == self.group.rank:
+                sent, weighted = everyone[rank]
+                for region, part in zip(regions, sent, strict=True):
+                    region[row] = part[token]
+                if weighted is not None and recv_weights is not None:
+                    recv_weights[row] = weighted[1][token, weighted[0][token].index(expert)]
+        for first, end in self.zones:
+            for region in [*regions, *([] if recv_weights is None else [recv_weights])]:
+                region[first:end] = 0
+
+    def combine(self, rows: Tensor, out: Tensor, weights: Tensor | None, out_weights: Tensor | None) -> None:
+        assert rows.is_contiguous() and out.is_contiguous() and out.shape == (len(self.ids), rows.shape[1])
+        assert (weights is None) == (out_weights is None), "gradients of weights come with gradients of rows"
+        everyone = self.group.all_gather((rows.clone(), None if weights is None else weights.clone()))
+        if out_weights is not None:
+            assert out_weights.shape == self.ids.shape
+            out_weights.fill_(JUNK)
+        for token, experts in enumerate(self.ids.tolist()):
+            partial: dict[int, Tensor] = {}
+            for k, expert in enumerate(experts):
+                place = self.places.get((self.group.rank, token, expert))
+                if place is None:
+                    if out_weights is not None and expert >= 0:
+                        out_weights[token, k] = 0
+                    continue
+                owner, row = place
+                found, factors = everyone[owner]
+                partial[owner] = partial.get(owner, torch.zeros(rows.shape[1])) + found[row].float()
+                if out_weights is not None:
+                    out_weights[token, k] = factors[row]
+            if partial:
+                out[token] = sum(each.to(rows.dtype).float() for _, each in sorted(partial.items())).to(rows.dtype)
+
+    def destroy(self) -> None:
+        self.library.num_live -= 1
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    return rows.view(torch.uint8)
+
+
+@contextmanager
+def played() -> Iterator[None]:
+    """Let `Arena.open(engine="nccl_ep")` open on CPU over the played library."""
+    with mock.patch.object(nccl_ep, "Library", PlayedLibrary), mock.patch("epbuf.arena.check_fit"):
+        yield
