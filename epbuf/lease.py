@@ -459,11 +459,10 @@ class LeaseBook:
         if use == "forward" and (frame.dispatched or lease not in frame.claims):
             found = "its lease was released" if lease not in frame.claims else "its lease has had its forward"
             raise LeaseError(f"{asked}, and {found}: one forward per lease; acquire another")
-        if use == "backward" and (ticket is None or "forward" in frame.uses):
-            found = "has not begun, or its ticket is gone" if ticket is None else "has not ended"
+        if use == "backward" and ticket is None:
             raise LeaseError(
-                f'{asked}, and the forward of its lease {found}: call begin("forward") and end("forward") first, and '
-                "keep lease.ticket, for example with ctx.save_for_backward, until the backward"
+                f'{asked}, and the forward of its lease has not begun, or its ticket is gone: call begin("forward") '
+                "first, and keep lease.ticket, for example with ctx.save_for_backward, until the backward"
             )
 
     def _claim(self, frame: _Frame, kind: Literal["lease", "ticket"], where: str) -> int:
@@ -750,8 +749,8 @@ class Lease:
             use: "forward": dispatch to combine; claims a forward workspace, and makes `lease.ticket`, [8] uint8 cpu,
                 which keeps the frame while it lives: save it for the backward. Once for each lease. "backward":
                 combine's backward to dispatch's backward; claims a backward workspace, and works after release(), too,
-                while the ticket lives. "frame": regions of the frame alone, for example a delayed weight gradient, at
-                any time.
+                while the ticket lives. It may begin in the forward, where kernels want the memory of their gradient
+                then. "frame": regions of the frame alone, for example a delayed weight gradient, at any time.
 
         Raises:
             ConfigError: an arena of another engine, an unknown word, a backward of an inference_only plan, or inside

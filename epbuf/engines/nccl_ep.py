@@ -22,7 +22,7 @@ import torch
 
 from epbuf import _C
 from epbuf.control import ControlWords
-from epbuf.engine import Encoded, NativeEngine, Place, Rows
+from epbuf.engine import Encoded, NativeEngine, Place, Rows, StreamOrder
 from epbuf.errors import ConfigError, NativeError
 from epbuf.plan import COUNT_HEADER_CELLS, Plan, Region
 from epbuf.windows import Window
@@ -72,6 +72,10 @@ class NcclEpEngine(NativeEngine):
             NativeError: a handle needs more memory than the plan has.
         """
         super().__init__(plan, group.rank, window, device)
+        if self._streams is not None:
+            self._streams = StreamOrder(
+                device, is_one_order=True
+            )  # the library's buffers are those of one op at a time
         self._plan, self._config, self._rank, self._device = plan, plan.config, group.rank, device
         self._window = window
         self._pending_refusal = 0
