@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import epbuf
-from graphs import capture_step, capture_tests, microbatches, pipeline, train_loop
+from graphs import capture_step, capture_tests, microbatches, nccl_ep_external, pipeline, train_loop
 from graphs.bench import cpu
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +42,8 @@ def test_capture_step_gives_right_results_at_one_address(capsys: pytest.CaptureF
         (microbatches.main, ["--device", "cuda"], "torch finds no GPU"),
         (pipeline.main, ["--device", "cuda"], "torch finds no GPU"),
         (train_loop.main, ["--device", "cuda"], "torch finds no GPU"),
+        (nccl_ep_external.main, ["--replays", "0"], "--replays 0: give at least 1"),
+        (nccl_ep_external.main, [], "epbuf[nccl-ep]"),
     ],
 )
 def test_arguments_that_measure_nothing_are_refused(

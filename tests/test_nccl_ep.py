@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,7 +71,7 @@ def test_each_frame_has_memory_of_a_handle() -> None:
         ({"recv_capacity_per_rank": 5}, {}, "a capacity of 5 rows"),
         ({}, {"recv_policy": "recompute"}, "recv_policy='recompute'"),
         ({}, {"recv_policy": "stash"}, "recv_policy='stash'"),
-        ({"alias": ("grad_expert_out", "grad_recv_tokens")}, {}, "alias="),
+        ({"alias": [("grad_expert_out", "grad_recv_tokens")]}, {}, "alias="),
         ({"hidden": 32, "combine_grad_payload": "mxfp8"}, {}, "combine_grad_payload='mxfp8'"),
         ({"hidden": 32, "dispatch_payload": "nvfp4"}, {}, "dispatch_payload='nvfp4'"),
         (
@@ -81,11 +83,7 @@ def test_each_frame_has_memory_of_a_handle() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_the_library_cannot_do_is_refused_by_name(changes: Any, arguments: Any, found: str) -> None:
-    config = (
-        epbuf.EpConfig(**{**dict(config_of()), **changes})
-        if "alias" not in changes
-        else config_of(alias=(changes["alias"],))
-    )
+    config = config_of(**changes)
     message = raised(ConfigError, lambda: epbuf.Plan.build(config, engine="nccl_ep", **arguments))
     assert found in message and "engine='native'" in message
 
@@ -413,5 +411,52 @@ def test_early_reuse_in_a_replay_raises(pool: Pool) -> None:
     assert all("already been followed by its backward" in message for message in pool.run(2, _early))
 
 
-_: Callable[..., Any] = assert_round
-assert set(CAPACITY_OFFSETS) <= set(ROUTINGS)
+def test_every_kind_of_overflow_is_played() -> None:
+    assert set(CAPACITY_OFFSETS) <= set(ROUTINGS)
+
+
+# The benchmark, small
+
+
+def _overhead(rank: int, group: Any) -> str:
+    """Run graphs/bench/overhead.py over the played library; the bare one is a stand-in that knows the result."""
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "graphs" / "bench"))
+    import overhead
+    from expected import draw_tokens
+    from measure import Session, Shape
+
+    shape = Shape.parse("R4-T8-H16-K2-E16-A4")
+
+    class Bare:
+        def __init__(self, shape: Shape, session: Session, *, zero_copy: bool) -> None:
+            self.y = (shape.num_topk * draw_tokens(shape, session.rank, session.device).float()).bfloat16()
+
+        def route(self) -> None: ...
+
+        dispatch = combine = route
+
+    options = SimpleNamespace(window="host", samples=2, rounds=2, repeats=2)
+    with played(), mock.patch.object(overhead, "NcclEp", Bare):
+        record = overhead.measure(shape, Session(rank, 4, torch.device("cpu"), None), options)
+    assert [len(system["micros"]) for system in record["systems"]] == [4, 4, 4]
+    table: str = overhead.table(record)
+    return table
+
+
+def test_overhead_benchmark_runs_small(pool: Pool) -> None:
+    """All three systems give K times x, and the table says what the manager costs."""
+    table = pool.run(4, _overhead)[0]
+    assert "| nccl_ep, bare |" in table and "| nccl_ep through epbuf |" in table and "of the bare library" in table
+
+
+def test_overhead_table_judges_by_medians() -> None:
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "graphs" / "bench"))
+    import overhead
+
+    def record(through: float) -> dict[str, Any]:
+        systems = [("bare", [100.0, 101.0, 500.0]), ("through", [through] * 3), ("own", [50.0] * 3)]
+        host = {"host_eager_us": 1.0, "host_launch_us": 2.0}
+        return {"shape": "s", "repeats": 1, "systems": [{"name": n, "micros": m, **host} for n, m in systems]}
+
+    assert "+2.0% of the bare library (within 3%)" in overhead.table(record(103.02))
+    assert "+5.0% of the bare library (more than 3%)" in overhead.table(record(106.05))

@@ -227,6 +227,8 @@ class NcclEpEngine(NativeEngine):
         """Destroy handles, group and communicator; of an unhealthy group keep them, as to destroy needs the peers."""
         super().close()
         if is_healthy:
+            if self._side is not None:
+                torch.cuda.synchronize(self._device)
             for handle in self._handles:
                 handle.destroy()
             self._lib.destroy()
