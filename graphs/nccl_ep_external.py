@@ -26,6 +26,7 @@ import epbuf
 from epbuf.engines.nccl_ep import missing
 
 NUM_TOPK, HIDDEN, MAX_TOKENS, ALIGNMENT = 4, 512, 64, 16
+DEVICE = "cuda"
 
 
 class NcclEp:
@@ -78,7 +79,7 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, topk_idx: Tensor, weights: Tensor, lease: epbuf.Lease, lib: NcclEp) -> Tensor:
-        ep, stream = lib.ep, torch.cuda.current_stream()
+        ep, stream = lib.ep, current_stream()
         lease.begin("forward")
         handle = lib.handle(lease)
         counts, total = lease.counts[: lease.offs.shape[0]], lease.counts[-1:]
@@ -104,7 +105,7 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ep, lease, stream = ctx.lib.ep, ctx.lease, torch.cuda.current_stream()
+        ep, lease, stream = ctx.lib.ep, ctx.lease, current_stream()
         _ = ctx.saved_tensors
         lease.begin("backward")
         dispatch_backward, combine_backward = ctx.lib.backward
@@ -124,6 +125,18 @@ class Layer(torch.autograd.Function):
         return dx, None, None, None, None
 
 
+def current_stream() -> Any:
+    """Return the stream that the library's kernels go to."""
+    return torch.cuda.current_stream() if DEVICE == "cuda" else None
+
+
+def drain() -> None:
+    """Wait for this rank's device and for all ranks."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
 def factors(lease: epbuf.Lease) -> Tensor:
     """Return e + 1 for each row; rows past the last zone get some factor.
 
@@ -137,9 +150,9 @@ def factors(lease: epbuf.Lease) -> Tensor:
 
 def draw_inputs(num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw x, topk_idx, weights and dy: small whole numbers, so that results are exact."""
-    ids = torch.rand(MAX_TOKENS, num_experts, device="cuda").topk(NUM_TOPK).indices
-    x, dy = (torch.randint(-2, 3, (MAX_TOKENS, HIDDEN), device="cuda").bfloat16() for _ in range(2))
-    return x, ids, torch.ones(MAX_TOKENS, NUM_TOPK, device="cuda"), dy
+    ids = torch.rand(MAX_TOKENS, num_experts, device=DEVICE).topk(NUM_TOPK).indices
+    x, dy = (torch.randint(-2, 3, (MAX_TOKENS, HIDDEN), device=DEVICE).bfloat16() for _ in range(2))
+    return x, ids, torch.ones(MAX_TOKENS, NUM_TOPK, device=DEVICE), dy
 
 
 def run(num_replays: int, num_sms: int) -> None:
@@ -150,7 +163,7 @@ def run(num_replays: int, num_sms: int) -> None:
         max_tokens_per_rank=MAX_TOKENS, expert_alignment=ALIGNMENT,
     )  # fmt: skip
     plan = epbuf.Plan.build(config, engine="nccl_ep")
-    with epbuf.Arena.open(plan, dist.group.WORLD, device="cuda", window="own", engine="external") as arena:
+    with epbuf.Arena.open(plan, dist.group.WORLD, device=DEVICE, window="own", engine="external") as arena:
         lib = NcclEp(arena, num_sms)
 
         def step(x: Tensor, ids: Tensor, weights: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,8 +186,7 @@ def run(num_replays: int, num_sms: int) -> None:
             print(f"demand at most {arena.report()['demand_peak_rows']} of {arena.capacity_rows} rows")
         captured.close()
         reuse_early(arena, lib)
-        torch.cuda.synchronize()
-        dist.barrier()
+        drain()
         lib.destroy()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from torch import Tensor
 import epbuf
 from epbuf.engine import Encoded
 from epbuf.engines import nccl_ep
+from epbuf.windows.group import as_group
 
 JUNK = 77.0
 
@@ -134,3 +136,95 @@ def played() -> Iterator[None]:
     """Let `Arena.open(engine="nccl_ep")` open on CPU over the played library."""
     with mock.patch.object(nccl_ep, "Library", PlayedLibrary), mock.patch("epbuf.arena.check_fit"):
         yield
+
+
+class PlayedTensor:
+    """A descriptor: its own pointer."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.ptr = tensor, self
+
+
+class PlayedGroup:
+    """What `ep.Group.create` gives, over all ranks of the process."""
+
+    def __init__(self, config: Any) -> None:
+        self.ptr, self.config = self, config
+        self.num_live = 0
+
+    def destroy(self) -> None:
+        assert self.num_live == 0, "handles go before their group"
+
+
+class HandHandle:
+    """What `ep.Handle` gives: the played handle under the library's own words."""
+
+    def __init__(self, played: PlayedHandle) -> None:
+        self.played = played
+
+    def update(self, ids: PlayedTensor, *, layout_info: Any, stream: Any) -> None:
+        self.played.update(ids.tensor)
+        ends = torch.tensor([end for _, end in self.played.zones])
+        layout_info.expert_counters.tensor.copy_(ends.diff(prepend=torch.zeros(1, dtype=torch.int64)))
+        layout_info.recv_total_counter.tensor.copy_(ends[-1:])
+
+    def dispatch(self, inputs: Any, outputs: Any, *, stream: Any, config: Any = None) -> None:
+        assert (config is None) == (inputs.topk_weights is not None), "weights come forward, and not backward"
+        self.played.dispatch(
+            Encoded(inputs.tokens.tensor), _of(inputs.topk_weights), Encoded(outputs.tokens.tensor),
+            _of(outputs.topk_weights),
+        )  # fmt: skip
+
+    def combine(self, inputs: Any, outputs: Any, *, stream: Any, config: Any = None) -> None:
+        assert (config is None) == (inputs.topk_weights is None), "gradients of weights come backward"
+        self.played.combine(
+            inputs.tokens.tensor, outputs.tokens.tensor, _of(inputs.topk_weights), _of(outputs.topk_weights)
+        )
+
+    def destroy(self) -> None:
+        self.played.destroy()
+
+
+def _of(described: PlayedTensor | None) -> Tensor | None:
+    return None if described is None else described.tensor
+
+
+def _struct(*names: str) -> Any:
+    return lambda **given: SimpleNamespace(**{name: given.pop(name, None) for name in names}, **given)
+
+
+def modules(group: Any) -> dict[str, Any]:
+    """Return nccl.core, nccl.ep and its bindings as a caller by hand imports them."""
+
+    def init_handle(owner: PlayedGroup, layout: int, form: Any, num_topk: int, memory: PlayedTensor) -> PlayedHandle:
+        assert memory.tensor.dtype == torch.uint8
+        config = owner.config
+        facts = SimpleNamespace(
+            num_experts=config.num_experts, num_local_experts=config.num_experts // as_group(group).size,
+            max_tokens_per_rank=config.max_dispatch_tokens_per_rank, expert_alignment=form,
+            recv_capacity_per_rank=None,
+        )  # fmt: skip
+        plan: Any = SimpleNamespace(config=facts, capacity_rows=config.max_recv_tokens_per_rank)
+        owner.num_live += 1
+        handle = PlayedHandle(PlayedLibrary(plan, as_group(group), torch.device("cpu")))
+        handle.library = owner  # type: ignore[assignment]
+        owner.plan, owner.group = plan, as_group(group)  # type: ignore[attr-defined]
+        return handle
+
+    word = SimpleNamespace
+    core = word(
+        get_unique_id=lambda: word(as_bytes=b"id"), UniqueId=word(from_bytes=lambda made: made),
+        Communicator=word(init=lambda **_: word(destroy=lambda: None)),
+    )  # fmt: skip
+    ep = word(
+        Tensor=PlayedTensor, Handle=HandHandle, Group=word(create=lambda comm, config: PlayedGroup(config)),
+        GroupConfig=_struct(), LayoutInfo=_struct("expert_counters", "recv_total_counter"),
+        HandleConfig=lambda dispatch_output_per_expert_alignment: word(
+            _lowpp=word(ptr=dispatch_output_per_expert_alignment)
+        ),
+        DispatchInputs=_struct("tokens", "topk_weights"), DispatchOutputs=_struct("tokens", "topk_weights"),
+        CombineInputs=_struct("tokens", "topk_weights"), CombineOutputs=_struct("tokens", "topk_weights"),
+        DispatchConfig=_struct(), CombineConfig=_struct(), Layout=word(EXPERT_MAJOR=1), PassDir=word(BWD=1),
+        Algorithm=word(HIGH_THROUGHPUT=1), ZeroCopyMode=word(OFF=1), OverflowPolicy=word(DROP=2),
+    )  # fmt: skip
+    return {"nccl.core": core, "nccl.ep": ep, "nccl._extensions.bindings.nccl_ep": word(init_handle=init_handle)}

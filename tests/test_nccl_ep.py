@@ -152,13 +152,40 @@ def _unfit(rank: int, group: Any, planned: Any, engine: str) -> str:
     return raised(ConfigError, lambda: epbuf.Arena.open(plan, group, engine=engine))
 
 
-def test_external_arena_takes_a_plan_with_handle_memory() -> None:
-    """Who calls the library by hand has its handle memory in our window, too."""
+def _by_hand(rank: int, group: Any) -> tuple[int, int, list[int]]:
     plan = epbuf.Plan.build(config_of(), engine="nccl_ep")
-    memory = torch.zeros(plan.total_bytes + 512, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % 256 :]
-    assert epbuf.Plan.build(config_of()).total_bytes < plan.total_bytes
-    assert plan.region("nccl_ep_handle").nbytes <= memory.nbytes
+    with epbuf.Arena.open(plan, group, engine="external", window="own") as arena, arena.acquire() as lease:
+        lease.nccl_ep_handle.fill_(1)
+        base = arena.window.peers[rank]
+        offset = lease.window_of("nccl_ep_handle")[1]
+        assert lease.nccl_ep_handle.data_ptr() == base + offset
+        return lease.nccl_ep_handle.nbytes, plan.region("nccl_ep_handle").nbytes, arena.window.peers
+
+
+def test_external_arena_has_handle_memory_in_a_window_of_its_own(pool: Pool) -> None:
+    """Who calls the library by hand has its handle's memory in our window, which no peer addresses."""
+    for nbytes, planned, peers in pool.run(2, _by_hand):
+        assert nbytes == planned
+        assert len(peers) == 2 and peers[0] == peers[1]
+
+
+def _own_window(rank: int, group: Any) -> str:
+    plan = epbuf.Plan.build(config_of())
+    return raised(ConfigError, lambda: epbuf.Arena.open(plan, group, window="own"))
+
+
+def test_own_window_is_not_for_our_engine(pool: Pool) -> None:
+    assert all('which engine="native" needs' in message for message in pool.run(2, _own_window))
+
+
+def _other_window(rank: int, group: Any) -> str:
+    with played():
+        plan = epbuf.Plan.build(config_of(), engine="nccl_ep")
+        return raised(ConfigError, lambda: epbuf.Arena.open(plan, group, engine="nccl_ep", window="host"))
+
+
+def test_window_of_the_library_is_its_own(pool: Pool) -> None:
+    assert all('found window="host"' in message for message in pool.run(2, _other_window))
 
 
 # The adapter, over a library that is played
