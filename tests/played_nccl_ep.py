@@ -53,7 +53,7 @@ class PlayedHandle:
         config = self.library.plan.config
         assert ids.is_contiguous() and ids.dtype == torch.int64 and 0 < len(ids) <= config.max_tokens_per_rank
         assert int(ids.max()) < config.num_experts, "an id past E is written out of bounds"
-        self.ids = ids.clone()
+        self.ids, self.num_rows = ids.clone(), len(ids)
         capacity, alignment = self.library.plan.capacity_rows, config.expert_alignment
         everyone = self.group.all_gather(self.ids.tolist())
         self.places: dict[tuple[int, int, int], tuple[int, int]] = {}  # (rank, token, expert) -> (owner, row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -300,6 +301,37 @@ def test_bad_argument_of_one_rank_is_known_to_all(pool: Pool) -> None:
     first, second = pool.run(2, _refuses)
     assert "x has 7 tokens" in first
     assert second.startswith("rank 0 refused dispatch: more tokens than max_tokens_per_rank")
+
+
+def _refuses_later(rank: int, group: Any, where: str) -> list[str]:
+    """Refuse in combine, or after release, on one rank; then dispatch, which all refuse; then dispatch again."""
+    config = config_of()
+    x, ids = torch.ones(6, config.hidden), torch.tensor([[0, 5]] * 6)
+    messages = []
+    with played(), _open(group, config) as arena, torch.no_grad():
+        lease = arena.acquire()
+        recv = epbuf.dispatch(lease, x, ids)
+        if rank == 0 and where == "released":
+            lease.release()
+        rows = recv.tokens if rank or where == "released" else recv.tokens.double()
+        combine = partial(epbuf.combine, lease, rows)
+        messages += [raised((ConfigError, LeaseError), combine)] if rank == 0 else combine().new_empty(0).tolist()
+        del recv, rows, combine
+        if not lease.released:
+            lease.release()
+        with arena.acquire() as lease:
+            messages.append(raised((ConfigError, LeaseError), lambda: epbuf.dispatch(lease, x, ids)))
+        with arena.acquire() as lease:
+            y = epbuf.combine(lease, epbuf.dispatch(lease, x, ids).tokens)
+        assert bool((y == 2).all())
+    return messages
+
+
+@pytest.mark.parametrize("where", ["dtype", "released"])
+def test_refusal_in_combine_reaches_all_at_the_next_dispatch(pool: Pool, where: str) -> None:
+    first, second = pool.run(2, _refuses_later, where)
+    assert len(first) == 2 and len(second) == 1
+    assert first[1] == second[0] and second[0].startswith("rank 0 refused dispatch")
 
 
 def _policies(rank: int, group: Any) -> list[str]:

@@ -22,7 +22,8 @@ def check_engine(word: object) -> None:
         ConfigError: it does not.
     """
     if word not in ENGINES:
-        raise ConfigError(f"engine={word!r} does not exist; found engines: {', '.join(map(repr, ENGINES))}")
+        known = ", ".join(f'"{engine}"' for engine in ENGINES)
+        raise ConfigError(f'engine="{word}" does not exist; found engines: {known}')
 
 
 def check_fit(word: str, plan: Plan, device: torch.device) -> None:

@@ -73,9 +73,8 @@ class NcclEpEngine(NativeEngine):
         """
         super().__init__(plan, group.rank, window, device)
         if self._streams is not None:
-            self._streams = StreamOrder(
-                device, is_one_order=True
-            )  # the library's buffers are those of one op at a time
+            # The library's buffers are those of one op at a time.
+            self._streams = StreamOrder(device, is_one_order=True)
         self._plan, self._config, self._rank, self._device = plan, plan.config, group.rank, device
         self._window = window
         self._pending_refusal = 0
@@ -156,17 +155,18 @@ class NcclEpEngine(NativeEngine):
     ) -> _C.Outcome:  # fmt: skip
         with self._behind(place, "forward"):
             rows = x if isinstance(x, Encoded) else Encoded(x)
-            num_tokens = 0 if place.refusal else rows.data.shape[0]
-            weights = self._ones[:num_tokens] if topk_weights is None else topk_weights.contiguous()
-            filled = self._filled(place)
-            if not num_tokens:
-                rows, weights = self._no_rows(filled), self._no_weights[:1]
-            self._handles[place.frame].dispatch(
+            filled, handle = self._filled(place), self._handles[place.frame]
+            weights = self._ones[: handle.num_rows]
+            if place.refusal or not rows.data.shape[0]:
+                rows = self._no_rows(filled, handle.num_rows)
+            elif topk_weights is not None:
+                weights = topk_weights.contiguous()
+            handle.dispatch(
                 Encoded(rows.data.contiguous(), self._padded(rows.scales, filled)), weights, filled,
                 self._recv_weights[place.frame],
             )  # fmt: skip
             self._open[place.frame].fill_(1)
-            self._pending_refusal = place.refusal
+            self._pending_refusal = self._pending_refusal or place.refusal
             return _outcome()
 
     def combine(self, place: Place, rows: Rows, weights: torch.Tensor | None, out: torch.Tensor) -> _C.Outcome:
@@ -176,7 +176,7 @@ class NcclEpEngine(NativeEngine):
             if weights is not None and rows.tensor is not None:
                 source = self._weighted(staging[: rows.tensor.shape[0]], rows.tensor, weights, place.frame)
             self._pull(place, source.contiguous(), out)
-            self._pending_refusal = place.refusal
+            self._pending_refusal = self._pending_refusal or place.refusal
             return _outcome()
 
     def combine_backward(self, place: Place, grad: torch.Tensor, expects_open: bool) -> _C.Outcome:
@@ -184,10 +184,11 @@ class NcclEpEngine(NativeEngine):
             if expects_open:
                 self._words.word("num_early_reuses").add_(self._open[place.frame] == 0)
                 self._words.mirror()
-            region = Encoded(self._grads[place.workspace])
-            rows = self._no_rows(region) if place.refusal or not grad.shape[0] else Encoded(grad.contiguous())
-            self._handles[place.frame].dispatch(rows, None, region, None)
-            self._pending_refusal = place.refusal
+            region, handle = Encoded(self._grads[place.workspace]), self._handles[place.frame]
+            is_none = place.refusal or not grad.shape[0]
+            rows = self._no_rows(region, handle.num_rows) if is_none else Encoded(grad.contiguous())
+            handle.dispatch(rows, None, region, None)
+            self._pending_refusal = self._pending_refusal or place.refusal
             return _outcome()
 
     def dispatch_backward(
@@ -208,7 +209,7 @@ class NcclEpEngine(NativeEngine):
                 out_weights.masked_fill_(self._ids[place.frame][:num_tokens] < 0, 0)
             if clears_open:
                 self._open[place.frame].zero_()
-            self._pending_refusal = place.refusal
+            self._pending_refusal = self._pending_refusal or place.refusal
             return _outcome()
 
     def control(self) -> _C.Control:
@@ -364,11 +365,16 @@ class NcclEpEngine(NativeEngine):
     def _filled(self, place: Place) -> Encoded:
         return self._recv[place.frame if self._plan.lifetimes["recv_tokens"] == "frame" else max(place.workspace, 0)]
 
-    def _no_rows(self, like: Encoded) -> Encoded:
-        """Return one row of zeros in the format of some regions, for a rank that has no tokens."""
+    def _no_rows(self, like: Encoded, num_rows: int) -> Encoded:
+        """Return rows of zeros in the format of some regions, for a rank that has no tokens, or refuses."""
         nbytes = like.data.shape[1] * like.data.element_size()
-        data = self._no_token[:1, :nbytes].view(like.data.dtype)
-        return Encoded(data, None if like.scales is None else self._no_token[1:, : like.scales.shape[1]])
+        scale_bytes = 0 if like.scales is None else like.scales.shape[1]
+        data, scales = self._no_token[:1, :nbytes], self._no_token[1:, :scale_bytes]
+        if num_rows > 1:
+            data, scales = (
+                torch.zeros(num_rows, n, dtype=torch.uint8, device=self._device) for n in (nbytes, scale_bytes)
+            )
+        return Encoded(data.view(like.data.dtype), None if like.scales is None else scales)
 
     def _padded(self, scales: torch.Tensor | None, filled: Encoded) -> torch.Tensor | None:
         """Return scales as bytes in rows as long as the regions', which are multiples of 16 bytes."""
@@ -394,8 +400,9 @@ class NcclEpEngine(NativeEngine):
         """Bring rows back into `out`: zeros for a token whose experts are none."""
         handle = self._handles[place.frame]
         if not out.shape[0]:
-            sink = rows.new_empty((1, rows.shape[1]))
-            handle.combine(rows, sink, weights, None if weights is None else self._no_weights[:1].clone())
+            sink = rows.new_empty((handle.num_rows, rows.shape[1]))
+            unused = torch.empty((handle.num_rows, self._config.num_topk), device=self._device)
+            handle.combine(rows, sink, weights, None if weights is None else unused)
             return
         dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         if not _LIBRARY_ZEROES_EMPTY_TOKENS:
@@ -411,14 +418,16 @@ class NcclEpEngine(NativeEngine):
         no_ids = self._ids[0][:0]
         steps: list[Callable[[], object]] = [
             lambda: self._handles[0].update(self._or_no_ids(no_ids)),
-            lambda: self._handles[0].dispatch(self._no_rows(token), self._no_weights[:1], token, self._recv_weights[0]),
+            lambda: self._handles[0].dispatch(
+                self._no_rows(token, 1), self._no_weights[:1], token, self._recv_weights[0]
+            ),
             lambda: self._pull(place, self._expert_out[0], self._expert_out[0][:0]),
         ]
         if self._grads:
             into = Encoded(self._grads[0])
             pulled = self._grad_rows[0]
             steps += [
-                lambda: self._handles[0].dispatch(self._no_rows(into), None, into, None),
+                lambda: self._handles[0].dispatch(self._no_rows(into, 1), None, into, None),
                 lambda: self._pull(place, pulled, pulled[:0], self._grad_weights[0], None),
             ]
         with torch.no_grad():
@@ -487,15 +496,25 @@ class Library:
 
 
 class Handle:
-    """One frame's routing in the library. Descriptors are made for each call; the library copies them."""
+    """One frame's routing in the library. Descriptors are made for each call; the library copies them.
+
+    Attributes:
+        num_rows: tokens that the latest `update` was given, which every call until the next one must have.
+    """
 
     def __init__(self, library: Library, handle: Any) -> None:
         self._library, self._handle, ep = library, handle, library.ep
+        self.num_rows = 0
         self._backward_dispatch = ep.DispatchConfig(pass_direction=ep.PassDir.BWD)
         self._backward_combine = ep.CombineConfig(pass_direction=ep.PassDir.BWD)
         self._with_scales = ep.DispatchConfig(quantization_recipe=ep.DispatchQuantizationRecipe.FWD)
 
     def update(self, ids: torch.Tensor) -> None:
+        """Route by new ids.
+
+        Shapes: ids [T, K] int64.
+        """
+        self.num_rows = ids.shape[0]
         self._handle.update(self._library.ep.Tensor(ids), stream=self._library.stream)
 
     def dispatch(
