@@ -3,10 +3,12 @@
 
 #include <pybind11/native_enum.h>
 
+#include <cstddef>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "check.h"
 #include "handle_table.h"
@@ -202,6 +204,23 @@ std::size_t size_of(const std::string& name) {
   return found->second;
 }
 
+// Where the words of Control lie that engines write whose kernels are not ours: (byte, bytes).
+std::pair<std::size_t, std::size_t> control_word(const std::string& name) {
+#define EPBUF_WORD(field)                                        \
+  {                                                              \
+    #field, { offsetof(Control, field), sizeof(Control::field) } \
+  }
+  static const std::map<std::string, std::pair<std::size_t, std::size_t>> kWords = {
+      EPBUF_WORD(num_refusals),    EPBUF_WORD(refusing_rank),  EPBUF_WORD(refusal),   EPBUF_WORD(refused_op),
+      EPBUF_WORD(bad_topk),        EPBUF_WORD(num_overflows),  EPBUF_WORD(bad_rank),  EPBUF_WORD(num_early_reuses),
+      EPBUF_WORD(num_bad_ids),     EPBUF_WORD(bad_value),      EPBUF_WORD(bad_token), EPBUF_WORD(staged_bytes),
+      EPBUF_WORD(max_demand_rows), EPBUF_WORD(max_demand_rank)};
+#undef EPBUF_WORD
+  const auto found = kWords.find(name);
+  if (found == kWords.end()) throw py::key_error("Control has no word '" + name + "' that others write");
+  return found->second;
+}
+
 // `values`: name, value, name, value, ...
 template <typename Enum>
 void add_values(py::native_enum<Enum>&) {}
@@ -231,7 +250,8 @@ void bind_enums(py::module_& m) {
                      kRefusalShape, "DEVICE", kRefusalDevice, "STRIDES", kRefusalStrides, "ALIGNMENT",
                      kRefusalAlignment, "TOO_MANY_TOKENS", kRefusalTooManyTokens, "OVERLAP", kRefusalOverlap,
                      "CALL_ORDER", kRefusalCallOrder, "LEASE", kRefusalLease, "WORKSPACE", kRefusalWorkspace,
-                     "COPIED_REGION", kRefusalCopiedRegion, "INTERNAL", kRefusalInternal);
+                     "COPIED_REGION", kRefusalCopiedRegion, "INTERNAL", kRefusalInternal, "REPEATED_EXPERT",
+                     kRefusalRepeatedExpert);
   bind_enum<Source>(m, "Source", "TENSOR", kSourceTensor, "WINDOW", kSourceWindow, "ZERO", kSourceZero);
   bind_enum<StashMove>(m, "StashMove", "NOTHING", kStashNothing, "STASH", kStashRows, "RESTORE", kRestoreRows);
   bind_enum<TokenDtype>(m, "TokenDtype", "BF16", kBf16, "FP16", kFp16, "FP32", kFp32);
@@ -319,6 +339,7 @@ PYBIND11_MODULE(_C, m) {
   bind_geometry(m);
   bind_calls(m);
   m.def("sizeof", &size_of, py::arg("name"));
+  m.def("control_word", &control_word, py::arg("name"));
   bind_host_engine(m);
   bind_host_segment(m);
   bind_handles(m);

@@ -70,6 +70,8 @@ void bind_nccl_window(py::module_& m) {
       .def_property_readonly("peers", &NcclWindow::peers)
       .def_property_readonly("address", &NcclWindow::address)
       .def_property_readonly("nbytes", &NcclWindow::num_bytes)
+      .def_property_readonly("handle", &NcclWindow::handle)
+      .def_property_readonly("communicator", &NcclWindow::communicator)
       .def("deregister", &NcclWindow::deregister, release_gil());
 }
 

@@ -71,6 +71,7 @@ enum Refusal : std::uint32_t {
   kRefusalWorkspace = 11,
   kRefusalCopiedRegion = 12,
   kRefusalInternal = 13,
+  kRefusalRepeatedExpert = 14,  // only of engines whose kernels are not ours
 };
 
 // In the value of ARRIVED beside the refusal: the rank had too few pages of the stash for what it received.

@@ -34,6 +34,10 @@ class NcclWindow {
   std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(memory_); }
   std::size_t num_bytes() const { return num_bytes_; }
 
+  // ncclWindow_t and ncclComm_t, for kernels that address the window themselves; 0 once deregistered.
+  std::uint64_t handle() const { return comm_ != nullptr ? reinterpret_cast<std::uint64_t>(window_) : 0; }
+  std::uint64_t communicator() const { return reinterpret_cast<std::uint64_t>(comm_); }
+
   // Ends the registration and the communicator; the memory stays, and peers() are dead. Collective, behind a barrier,
   // after all kernels that use a peer's memory and all graphs that recorded one. Idempotent. Synchronises.
   void deregister();

@@ -17,6 +17,7 @@ import torch
 from rich.console import RenderableType
 
 from epbuf import _C
+from epbuf.engines import check_engine, check_fit
 from epbuf.errors import (
     CaptureError,
     ConfigError,
@@ -30,9 +31,10 @@ from epbuf.lease import NO_CLAIM, Lease, caller, refuse_while_recording
 from epbuf.plan import Plan, RecvPolicy, describe_difference
 from epbuf.report import report_tables
 from epbuf.windows import nccl
+from epbuf.windows.adopted import check_adoptable
 from epbuf.windows.group import AnyGroup, Group, TorchGroup, VirtualRank, as_group
 
-_WINDOWS_BY_DEVICE = {"cpu": ("host", "local"), "cuda": ("nccl", "torch_symm", "local")}
+_WINDOWS_BY_DEVICE = {"cpu": ("host", "local", "own"), "cuda": ("nccl", "torch_symm", "local", "own")}
 
 
 class Arena:
@@ -68,25 +70,69 @@ class Arena:
 
         Collective: every rank of `group` calls it with the same plan. Synchronises.
 
+        With `engine="nccl_ep"` rows are moved by NCCL EP, also between hosts, under the same calls; the plan must have
+        been built for it. What differs is in epbuf/engines/README.md. With `engine="external"` rows are moved by
+        kernels of the caller's: `dispatch` and `combine` are refused, and `lease.begin` and `lease.end` mark what those
+        kernels use. All else is as for our own.
+
         With `debug` every acquire() poisons the frame and looks for writes past the last zone and between regions. It
         then reads the device, unless it is captured: what a replay finds is raised by check(). Without, nothing is
         launched for it. Ranks need not agree.
 
         Raises:
             CaptureError: a graph is being captured.
-            ConfigError: the group has another size than the plan, or device, window or engine do not fit.
+            ConfigError: the group has another size than the plan; device, window or engine do not fit; a package that
+                the engine needs is missing, here or on the rank that is named.
             PlanMismatchError: another rank brought another plan; raised on every rank.
             NativeError: some rank could not allocate; raised on every rank.
         """
         _refuse_allocation("Arena.open", "open the arena before the capture and use its leases inside")
         _check_plan(plan)
-        _refuse_inference_mode()
+        check_engine(engine)
+        _refuse_inference_mode("Arena.open")
         ranks = as_group(group)
+        with torch.no_grad():
+            _agree_on_engine(engine, plan, device, ranks)
         place = _device_of(device, ranks)
-        kind, reason = _window_kind(window, place, group)
+        kind, reason = _window_kind(window, place, group, engine)
         with torch.no_grad():
             _agree(plan, ranks)
         return cls(Generation.allocate(plan, ranks, kind, engine, place, debug=debug), ranks, engine, reason)
+
+    @classmethod
+    def adopt(
+        cls, plan: Plan, tensor: torch.Tensor, group: AnyGroup = None, *, registration: object = None,
+        debug: bool = False,
+    ) -> Arena:  # fmt: skip
+        """Open an arena in memory that the caller has allocated, and registered as its kernels need, on this rank.
+
+        As `open(engine="external")`; nothing is allocated, registered or freed here. The first `plan.total_bytes` of
+        the tensor are zeroed. Views keep the tensor's storage alive, as its owner does; deregister it after `close()`.
+
+        Collective, like `open`. Synchronises.
+
+        Args:
+            tensor: [n] uint8, contiguous, on cpu or cuda, at a multiple of 256 bytes, n >= plan.total_bytes.
+            registration: what stands for the registered memory in the caller's library; `lease.window_of(name)` gives
+                it with the region's offset. None: the tensor itself.
+            debug: as in `open`.
+
+        Raises:
+            CaptureError: a graph is being captured.
+            ConfigError: the group has another size than the plan; the tensor does not fit, on this rank or on the one
+                that is named; another arena lies in it.
+            PlanMismatchError: another rank brought another plan; raised on every rank.
+        """
+        _refuse_allocation("Arena.adopt", "adopt the memory before the capture and use the arena's leases inside")
+        _check_plan(plan)
+        _refuse_inference_mode("Arena.adopt")
+        ranks = as_group(group)
+        with torch.no_grad():
+            _agree(plan, ranks)
+            _agree_on_memory(plan, tensor, ranks)
+        _device_of(tensor.device, ranks)
+        memory = Generation.adopt(plan, ranks, tensor, registration, debug=debug)
+        return cls(memory, ranks, "external", "the caller's own memory")
 
     def __getattr__(self, name: str) -> Any:
         if name == "memory":
@@ -123,7 +169,9 @@ class Arena:
             memory.hand_out(lease, memory.debug)
         return lease
 
-    def grow(self, plan: Plan) -> list[str]:
+    def grow(
+        self, plan: Plan, tensor: torch.Tensor | None = None, *, registration: object = None
+    ) -> list[str]:  # fmt: skip
         """Go on in new memory, of a plan that has at least as much of everything. Return which graphs are stale now.
 
         Leases taken from now on have the new memory. The old one stays, for the leases, tickets and graphs that use it,
@@ -133,10 +181,15 @@ class Arena:
         Collective: every rank calls it with the same plan, at the same place between its ops. Synchronises. If it
         raises, nothing has changed.
 
+        Args:
+            plan: what to go on with.
+            tensor: of an arena that was adopted: the new memory, as in `adopt`. Not the old, which is still in use.
+            registration: as in `adopt`.
+
         Raises:
             CaptureError: a graph is being captured.
             ConfigError: the plan is for other ranks, experts or rows, or has less than the present one; both values are
-                named.
+                named. A tensor is missing, does not fit, or is not wanted.
             PlanMismatchError: another rank brought another plan; raised on every rank.
             NativeError: some rank could not allocate; raised on every rank.
             PeerTimeoutError, LeaseError: the arena is poisoned, or closed.
@@ -150,7 +203,13 @@ class Arena:
             _agree_on_growth(plan, self._group)
         check_growth(old.plan, plan)
         is_debugged = old.debug is not None
-        fresh = Generation.allocate(plan, self._group, old.window.kind, self._engine, old.device, debug=is_debugged)
+        if old.window.kind == "adopted":
+            _agree_on_memory(plan, tensor, self._group)
+            assert tensor is not None, "checked"
+            fresh = Generation.adopt(plan, self._group, tensor, registration, debug=is_debugged)
+        else:
+            _refuse_memory(tensor, old.window.kind)
+            fresh = Generation.allocate(plan, self._group, old.window.kind, self._engine, old.device, debug=is_debugged)
         fresh.number, fresh.grower = old.number + 1, old.grower
         self._older.append(old)
         self.memory = fresh
@@ -169,6 +228,11 @@ class Arena:
         rows, stash_rows = (max(peaks) for peaks in zip(*found, strict=True))
         if rows <= self.capacity_rows and stash_rows <= self.memory.stash_rows:
             return []
+        if self.memory.window.kind == "adopted":
+            raise ConfigError(
+                f"grow_to_peak() needs memory for {rows} rows, and this arena lies in the caller's: build a plan with "
+                f"recv_capacity_per_rank={rows} and call grow(plan, tensor)"
+            )
         return self.grow(grown_plan(self.plan, max(rows, self.capacity_rows), stash_rows))
 
     @contextmanager
@@ -185,7 +249,9 @@ class Arena:
 
         Raises:
             CaptureError: a graph is being captured.
+            ConfigError: an arena of engine="external", which has no dispatch.
         """
+        self.require_ops("growing()")
         self._refuse_while_recording("growing()", "run the step eagerly, outside the capture, and capture it then")
         self._require_healthy("growing()")
         self._num_growing += 1
@@ -197,6 +263,18 @@ class Arena:
             self._num_growing -= 1
             for memory in self._generations() if self._num_growing == 0 else ():
                 memory.grower = None
+
+    def require_ops(self, call: str) -> None:
+        """Refuse a call that lets dispatch grow the arena, where kernels that are not ours dispatch.
+
+        Raises:
+            ConfigError: engine="external".
+        """
+        if self.memory.is_external:
+            raise ConfigError(
+                f'{call} lets dispatch grow the arena, and with engine="external" the caller\'s kernels dispatch: give '
+                "their demand to lease.end(total_recv_tokens=...), and call grow(plan) or grow_to_peak() between steps"
+            )
 
     def save_capacity(self, path: str | PathLike[str]) -> None:
         """Write the capacity of this arena to a JSON file, for `epbuf.growth.load_capacity`. Local: one rank calls it.
@@ -255,6 +333,7 @@ class Arena:
         parts = [memory.report() for memory in self._generations()]
         return {
             "rank": self.rank,
+            "engine": self._engine,
             "window": self.window.kind,
             "window_reason": self.window_reason,
             "window_allocations": self.window_allocations,
@@ -431,10 +510,10 @@ def _refuse_allocation(call: str, instead: str) -> None:
             )
 
 
-def _refuse_inference_mode() -> None:
+def _refuse_inference_mode(call: str) -> None:
     if torch.is_inference_mode_enabled():
         raise ConfigError(
-            f"Arena.open at {caller()} is inside torch.inference_mode: tensors made there can never be saved for "
+            f"{call} at {caller()} is inside torch.inference_mode: tensors made there can never be saved for "
             "backward. Open the arena outside; its leases, dispatch and combine work inside"
         )
 
@@ -463,13 +542,23 @@ def _device_of(device: torch.device | str | None, group: Group) -> torch.device:
     return chosen
 
 
-def _window_kind(word: str, device: torch.device, group: AnyGroup) -> tuple[str, str]:
-    """Choose the kind of window: the word, or the default of the device and group. Return it and why.
+def _window_kind(word: str, device: torch.device, group: AnyGroup, engine: str) -> tuple[str, str]:
+    """Choose the kind of window: the word, or the default of the device, group and engine. Return it and why.
 
     Raises:
         ConfigError: the word does not exist, or not for this device and group.
     """
     one_process = group is None or isinstance(group, VirtualRank)
+    if engine == "nccl_ep":
+        if word not in ("auto", "own") or one_process:
+            found = "ranks of one process" if one_process else f'window="{word}"'
+            raise ConfigError(
+                f'engine="nccl_ep" found {found}; it takes a process group, and "auto" or "own": the library registers '
+                "buffers of its own"
+            )
+        return "own", "the library registers buffers of its own"
+    if word == "own" and engine == "native":
+        raise ConfigError('window="own" has no addresses of peers, which engine="native" needs; take "auto"')
     if word == "auto":
         return _default_window(device, one_process)
     kinds = _WINDOWS_BY_DEVICE[device.type]
@@ -503,6 +592,55 @@ def _agree(plan: Plan, group: Group) -> None:
     different = next((r for r, (print_, _) in enumerate(plans) if print_ != plans[0][0]), None)
     if different is not None:
         _raise_mismatch(plans[0][1], plans[different][1], different)
+
+
+def _agree_on_engine(engine: str, plan: Plan, device: torch.device | str | None, group: Group) -> None:
+    """Raise on every rank unless the engine can be opened on each: a rank may lack its packages."""
+    if engine == "native" and plan.engine == "native":
+        return
+    trouble = ""
+    try:
+        check_fit(engine, plan, _device_of(device, group))
+    except ConfigError as error:
+        trouble = str(error)
+    _raise_together(trouble, group, "cannot open this engine")
+
+
+def _raise_together(trouble: str, group: Group, what: str) -> None:
+    """Raise ConfigError on every rank if one has trouble: its own, or the first other rank's."""
+    troubles = group.all_gather(trouble)
+    first = next((rank for rank, text in enumerate(troubles) if text), None)
+    if first is not None:
+        raise ConfigError(trouble or f"rank {first} {what}: {troubles[first]}")
+
+
+def _agree_on_memory(plan: Plan, tensor: object, group: Group) -> None:
+    """Raise on every rank unless each brought a tensor that the plan's window can lie in."""
+    trouble = ""
+    try:
+        _check_unused(check_adoptable(tensor, plan.total_bytes), plan.total_bytes)
+    except ConfigError as error:
+        trouble = str(error)
+    _raise_together(trouble, group, "brought memory that cannot be adopted")
+
+
+def _check_unused(tensor: torch.Tensor, nbytes: int) -> None:
+    """Refuse memory that an open arena of this process lies in."""
+    for reference in _C.handle_objects():
+        memory: Generation | None = reference()
+        if memory is not None and memory.overlaps(tensor.data_ptr(), nbytes):
+            raise ConfigError(
+                f"adopt() was given memory at {tensor.data_ptr():#x} in which the arena opened at {memory.where} lies; "
+                "close that one first, or pass other memory"
+            )
+
+
+def _refuse_memory(tensor: object, kind: str) -> None:
+    if tensor is not None:
+        raise ConfigError(
+            f'grow(plan, tensor) is for arenas that were adopted; this one has a window of its own ("{kind}") and '
+            "allocates the next: call grow(plan)"
+        )
 
 
 def _agree_on_growth(plan: object, group: Group) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -134,6 +134,8 @@ def dispatch(
         PeerTimeoutError: a rank did not arrive.
     """
     arena = _arena(lease)
+    if arena.is_external:
+        _refuse_external("dispatch")
     if torch.compiler.is_compiling() and (policy := arena.policies[lease.frame]) != "keep":
         raise ConfigError(
             f'recv_policy="{policy}" inside torch.compile: compiled code would read the rows of the first dispatch; '
@@ -195,6 +197,8 @@ def combine(
     Shapes: returns [T, H] token dtype.
     """
     arena = _arena(lease)
+    if arena.is_external:
+        _refuse_external("combine")
     if not are_placed(arena, (expert_out,), (topk_weights, out)):
         optional = {"topk_weights": topk_weights, "out": out}
         _refuse(lease, ops.refuse_combine, lambda: check_places(arena, {"expert_out": expert_out}, optional))
@@ -206,6 +210,13 @@ def combine(
         has_backward = torch.is_grad_enabled()
         return cast(torch.Tensor, _apply(_Combine, expert_out, topk_weights, out, lease, raw_grad, has_backward))
     return _forward_combine(lease, expert_out, topk_weights, None, has_backward=False)
+
+
+def _refuse_external(call: str) -> NoReturn:
+    raise ConfigError(
+        f'{call} on an arena of engine="external", whose rows the caller\'s own kernels move: mark those with '
+        'lease.begin(...) and lease.end(...), or open the arena with engine="native"'
+    )
 
 
 def unpack(grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

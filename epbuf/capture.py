@@ -151,9 +151,12 @@ class CapturedStep:
 
         Raises:
             CaptureError: a capture is under way, or this step is closed.
+            ConfigError: an arena of engine="external", whose dispatches are not ours.
         """
         self._require_open("run again")
         _refuse_nested(self._arenas, "rerun()")
+        for arena in self._arenas:
+            arena.require_ops("rerun()")
         overflowed = bool(self.overflow)
         with ExitStack() as stack:
             for arena in self._arenas:

@@ -90,7 +90,9 @@ class Tokens:
 
 def check_sent(arena: Generation, sent: Tokens, frame: int) -> None:
     """Check all tensors of a dispatch."""
-    takes_tokens = not sent.has_scales and arena.recv_payload.format != "raw"
+    payload = arena.recv_payload
+    takes_tokens = payload.format == "same" if not arena.encodes else payload.format != "raw"
+    takes_tokens = takes_tokens and not sent.has_scales
     if not (takes_tokens and is_plain_dispatch(arena, sent.x, sent.topk_idx, sent.topk_weights)):
         num_tokens = check_tokens(arena, sent, frame).shape[0]
         check_topk_idx(arena, sent.topk_idx, num_tokens)
@@ -179,6 +181,14 @@ def check_tokens(arena: Generation, sent: Tokens, frame: int) -> torch.Tensor:
     if arena.recv_payload.format == "same":
         check_no_scales(arena, sent)
     rows = _check_encoded(arena, sent) if _brings_encoded(arena, sent) else _rows(arena, "x", sent.x)
+    if rows is sent.x and arena.recv_payload.is_quantised and not arena.encodes and not sent.has_scales:
+        refuse(
+            _C.Refusal.ARGUMENT,
+            ConfigError(
+                f"x is of the token dtype, and this engine forwards {arena.recv_payload.format} rows as they are: "
+                "quantise them and pass x_scales="
+            ),
+        )
     if rows.shape[0] > arena.max_tokens_per_rank:
         refuse(
             _C.Refusal.TOO_MANY_TOKENS,

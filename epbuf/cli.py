@@ -17,7 +17,7 @@ from rich.console import Console
 
 from epbuf.config import EpConfig, Payload
 from epbuf.errors import ConfigError
-from epbuf.plan import Plan, RecvPolicy
+from epbuf.plan import Plan, PlannedEngine, RecvPolicy
 from epbuf.report import report_tables
 from epbuf.schedule import Schedule
 
@@ -45,8 +45,8 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 
 def plan(
-    model: str | None, schedule: str, recv_policy: str, stash_rows: int | None, as_json: bool, svg: Path | None,
-    **values: Any,
+    model: str | None, schedule: str, recv_policy: str, stash_rows: int | None, engine: str, as_json: bool,
+    svg: Path | None, **values: Any,
 ) -> None:  # fmt: skip
     """Show the memory plan of a config: a table, JSON (--json) or a picture (--svg FILE).
 
@@ -58,7 +58,7 @@ def plan(
     words = cast(list[RecvPolicy], recv_policy.split(","))
     result = Plan.build(
         EpConfig(**fields), _schedule(schedule, counts), recv_policy=words if len(words) > 1 else words[0],
-        stash_rows=stash_rows,
+        stash_rows=stash_rows, engine=cast(PlannedEngine, engine),
     )  # fmt: skip
     if svg:
         try:
@@ -132,6 +132,7 @@ def _with_flags(command: Any) -> Any:
             default="keep",
         ),
         _flag("stash_rows", int, "Rows that the pages of the stash hold on a rank, for all layers."),
+        _flag("engine", str, "Engine whose regions are planned: native, nccl_ep.", default="native"),
         _flag("as_json", bool, "Print JSON.", names=("--json",), default=False),
         _flag("svg", Path, "Write a memory map to this file as well."),
     ]

@@ -47,7 +47,16 @@ class Debug:
         hand_outs: the latest ones, the last one last.
     """
 
-    def __init__(self, plan: Plan, window: Window, region: Callable[[str, int], torch.Tensor]) -> None:
+    def __init__(
+        self, plan: Plan, window: Window, region: Callable[[str, int], torch.Tensor], *, unrouted_end: int = 0
+    ) -> None:  # fmt: skip
+        """Poison all frames.
+
+        Args:
+            unrouted_end: where the last zone ends in a frame whose `offs` nobody wrote: 0 if nothing was dispatched
+                then, C if the caller's kernels need not write `offs`.
+        """
+        self._unrouted_end = unrouted_end
         frames = range(plan.schedule.num_frames)
         names = [{r.name for r in plan.regions_of("frame", frame)} for frame in frames]
         if plan.dedups or plan.adds_by_rank:  # peers may read it until this rank's next COUNT (csrc/PROTOCOL.md)
@@ -118,7 +127,7 @@ class Debug:
     def _look(self, frame: int) -> None:
         """Count, on the device, canaries that were written."""
         regions, found = self._poisoned[frame], self._found[frame]
-        end = regions["offs"][-1].clamp(min=0)  # offs holds junk if nothing was dispatched
+        end = self._end_of_rows(regions["offs"])
         for column, name in enumerate(_ROWS):
             if name in regions:
                 rows = _integers(regions[name])
@@ -128,6 +137,10 @@ class Debug:
                 found[1] = torch.maximum(found[1], (written * torch.arange(len(rows), device=rows.device)).max())
         for gap in self._gaps[frame]:
             found[2] += (gap != _GAP_BYTE).sum()
+
+    def _end_of_rows(self, offs: torch.Tensor) -> torch.Tensor:
+        """Return the end of the last zone; offs holds junk below 0 if nobody wrote it."""
+        return torch.where(offs[-1] < 0, self._unrouted_end, offs[-1])
 
     def _poison(self, frame: int, serial: int) -> None:
         for name, region in self._poisoned[frame].items():
@@ -141,7 +154,7 @@ class Debug:
         for name in self._poisoned[frame]:
             if name in _ROWS:
                 rows = _integers(self._poisoned[frame][name])
-                tail = torch.arange(len(rows), device=rows.device) >= self._poisoned[frame]["offs"][-1].clamp(min=0)
+                tail = torch.arange(len(rows), device=rows.device) >= self._end_of_rows(self._poisoned[frame]["offs"])
                 rows[tail] = self._patterns[frame, _ROWS.index(name)].to(rows.dtype)
         for gap in self._gaps[frame]:
             gap.fill_(_GAP_BYTE)

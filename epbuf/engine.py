@@ -139,6 +139,9 @@ class Engine(Protocol):
     synchronous: bool
     """Whether a call returns when its round is complete, with its outcome."""
 
+    encodes: bool
+    """Whether `dispatch` takes rows of the token dtype for a quantised payload."""
+
     def control(self) -> _C.Control:
         """Read this rank's error and counter words. Synchronises on CUDA."""
 
@@ -160,15 +163,34 @@ class Engine(Protocol):
     def abort(self) -> None:
         """Tell every peer that this rank abandons the arena."""
 
-    def close(self) -> None:
-        """Let go of everything native. Never communicates."""
+    def close(self, *, is_healthy: bool = True) -> None:
+        """Let go of everything native, behind a barrier; of an unhealthy group without communication."""
 
 
-class NativeEngine:
+class OnStreams:
+    """What an engine says of the current stream and its capture: nothing on CPU, where there are none."""
+
+    _streams: StreamOrder | None
+
+    def stream_state(self) -> StreamState:
+        return StreamState(0, 0) if self._streams is None else self._streams.state()
+
+    def capture_key(self) -> int:
+        return self.stream_state().capture
+
+    def hold(self) -> Callable[[], bool]:
+        assert self._streams is not None, "only CUDA graphs are held"
+        hold = _C.GraphHold(self._streams.current())
+        return lambda: hold.alive
+
+
+class NativeEngine(OnStreams):
     """Our own host and CUDA engines behind the five calls.
 
     On CUDA the calls enqueue on torch's current stream and return; what went wrong is read by `status` and `control`.
     """
+
+    encodes = True
 
     def __init__(self, plan: Plan, rank: int, window: Window, device: torch.device) -> None:
         self.synchronous = device.type == "cpu"
@@ -278,21 +300,10 @@ class NativeEngine:
     def progress(self) -> list[tuple[int, int, int, int]]:
         return list(self.native.progress())
 
-    def stream_state(self) -> StreamState:
-        return StreamState(0, 0) if self._streams is None else self._streams.state()
-
-    def capture_key(self) -> int:
-        return self.stream_state().capture
-
-    def hold(self) -> Callable[[], bool]:
-        assert self._streams is not None, "only CUDA graphs are held"
-        hold = _C.GraphHold(self._streams.current())
-        return lambda: hold.alive
-
     def abort(self) -> None:
         self.native.abort(int(_C.Status.ABORTED))
 
-    def close(self) -> None:
+    def close(self, *, is_healthy: bool = True) -> None:
         if not isinstance(self.native, _C.HostEngine):
             self.native.close()
         del self.native
@@ -367,20 +378,12 @@ class StreamOrder:
         return torch.cuda.ExternalStream(handle, self._device)  # type: ignore[no-untyped-call]
 
 
-def open_engine(word: str, plan: Plan, rank: int, window: Window, device: torch.device) -> Engine:
-    """Make the engine that a word names.
+def check_raw_grad(plan: Plan) -> None:
+    """Refuse raw gradients that no gradient row holds: raw rows are its first bytes, data and then scales.
 
     Raises:
-        ConfigError: an unknown word, or raw gradients that no gradient row holds.
+        ConfigError: they are longer.
     """
-    if word != "native":
-        raise ConfigError(f'engine="{word}" does not exist; found engines: "native"')
-    _check_raw_grad(plan)
-    return NativeEngine(plan, rank, window, device)
-
-
-def _check_raw_grad(plan: Plan) -> None:
-    """Gradients of tokens come from autograd: raw rows are their first bytes, data and then scales."""
     payload, nbytes = plan.config.combine_grad_payload, plan.grad_row_bytes + plan.grad_scale_row_bytes
     if payload.format == "raw" and not plan.config.inference_only and nbytes > plan.token_row_bytes:
         raise ConfigError(
@@ -417,6 +420,7 @@ _CAUSES = {
     _C.Refusal.WORKSPACE: "no free workspace",
     _C.Refusal.COPIED_REGION: "a compiler's copy of a region",
     _C.Refusal.INTERNAL: "an unexpected error",
+    _C.Refusal.REPEATED_EXPERT: 'an expert that one token names twice, which engine="nccl_ep" cannot send',
 }
 
 

@@ -13,17 +13,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from epbuf import _C
 from epbuf.debug import Debug, HandOut
-from epbuf.engine import TOKEN_DTYPES, Encoded, Engine, describe_progress, failure, open_engine, peer_error
+from epbuf.engine import TOKEN_DTYPES, Encoded, Engine, Place, describe_progress, failure, peer_error
+from epbuf.engines import open_engine
+from epbuf.engines.external import ExternalEngine
 from epbuf.errors import ConfigError, EpbufError, LeaseError, NativeError, PeerTimeoutError
-from epbuf.lease import Graph, Lease, LeaseBook, caller
+from epbuf.lease import Graph, Lease, LeaseBook, Use, caller, make_ticket_tensor
 from epbuf.plan import STASH_PAGE_ROWS, Lifetime, Plan, RecvPolicy, Region
 from epbuf.windows import Window, nccl
+from epbuf.windows.adopted import AdoptedWindow
 from epbuf.windows.group import Group
 from epbuf.windows.host import HostWindow
 from epbuf.windows.local import LocalWindow
+from epbuf.windows.own import OwnWindow
 from epbuf.windows.torch_symm import TorchSymmWindow
 
 EVENTS = ("num_refusals", "num_overflows", "num_stash_overflows", "num_bad_ids", "num_early_reuses", "staged_bytes")
@@ -61,6 +66,9 @@ class Generation:
         recv_in_frame: for each frame, whether recv_tokens lies in it, not in the forward workspace.
         routing_views, views: made once and kept as long as the arena; by frame, and of other regions by address.
         debug: poison and canaries, in debug mode; else None.
+        is_external: whether rows are moved by kernels that are not ours.
+        registration: what `window_offset` gives for the window: the window, or what came with an adopted tensor.
+        encodes: whether dispatch turns rows of the token dtype into a quantised payload.
         may_refuse_result: whether an eager dispatch may raise once its round is complete.
     """
 
@@ -74,6 +82,9 @@ class Generation:
         self.device = device
         self.window = window
         self.engine = engine
+        self.is_external = isinstance(engine, ExternalEngine)
+        self.registration: object = window
+        self.encodes = engine.encodes
         self._copy_facts(plan)
         self.debug: Debug | None = None
         self.order = torch.zeros(1, dtype=torch.int32, device=device)
@@ -136,13 +147,32 @@ class Generation:
             NativeError: some rank could not allocate; raised on every rank.
         """
         with torch.inference_mode(False), torch.no_grad():
-            window = _WINDOWS[kind](plan.total_bytes, group, device)
-            mover = open_engine(engine, plan, group.rank, window, device)
-            memory = cls(plan, group, window, mover, device)
-            memory.debug = Debug(plan, window, memory.region) if debug else None
-            if memory.stash_rows:
-                memory.region("stash_free").copy_(torch.arange(plan.num_stash_pages))
-            group.barrier()
+            return cls.over(plan, group, _WINDOWS[kind](plan.total_bytes, group, device), engine, device, debug=debug)
+
+    @classmethod
+    def adopt(
+        cls, plan: Plan, group: Group, tensor: torch.Tensor, registration: object, *, debug: bool = False
+    ) -> Generation:  # fmt: skip
+        """Take a caller's memory, which `check_adoptable` accepts, for kernels of the caller's. Collective."""
+        with torch.inference_mode(False), torch.no_grad():
+            window = AdoptedWindow(tensor, plan.total_bytes, group.rank, group.size)
+            memory = cls.over(plan, group, window, "external", tensor.device, debug=debug)
+        memory.registration = tensor if registration is None else registration
+        return memory
+
+    @classmethod
+    def over(
+        cls, plan: Plan, group: Group, window: Window, engine: str, device: torch.device, *, debug: bool
+    ) -> Generation:  # fmt: skip
+        """Make the memory of a plan in a window. Collective."""
+        mover = open_engine(engine, plan, group, window, device)
+        memory = cls(plan, group, window, mover, device)
+        if debug:
+            unrouted_end = plan.capacity_rows if memory.is_external else 0
+            memory.debug = Debug(plan, window, memory.region, unrouted_end=unrouted_end)
+        if memory.stash_rows:
+            memory.region("stash_free").copy_(torch.arange(plan.num_stash_pages))
+        group.barrier()
         return memory
 
     def region(self, name: str, index: int = 0, lifetime: Lifetime | None = None) -> torch.Tensor:
@@ -257,10 +287,14 @@ class Generation:
         """Tell whether an address lies in this rank's window."""
         return self._base <= address < self._end
 
+    def overlaps(self, address: int, nbytes: int) -> bool:
+        """Tell whether some bytes are also this rank's window's."""
+        return address < self._end and self._base < address + nbytes
+
     def window_offset(self, name: str, index: int, lifetime: Lifetime) -> tuple[object, int]:
         """Return (window, bytes from its start)."""
         self.require_open(name)
-        return self.window, self.plan.region(name, index, lifetime).offset
+        return self.registration, self.plan.region(name, index, lifetime).offset
 
     def packed(self, name: str, index: int, lifetime: Lifetime) -> torch.Tensor:
         """Return a data region and the scales behind it as one uint8 view."""
@@ -273,6 +307,68 @@ class Generation:
         nbytes = data.nbytes + (scales.nbytes if scales is not None else 0)
         self.require_open(name)
         return self.window.bytes_at(data.offset, nbytes)
+
+    def begin_use(self, lease: Lease, use: Use) -> None:
+        """Begin a use of a lease's frame, and of a workspace, by kernels that are not ours; as `Lease.begin` says."""
+        engine, book, frame = self._external("begin", use), self.book, lease.frame
+        if use == "backward" and self.plan.config.inference_only:
+            raise ConfigError(
+                'begin("backward") of a plan with inference_only=True, which has no regions for gradients; build it '
+                "with inference_only=False"
+            )
+        self.raise_pending()
+        ticket = book.begin_use(frame, lease.serial, use)
+        recorded_in = ticket.recorded_in if ticket is not None else None
+        workspace = frame if use == "frame" else book.workspace(frame, use)
+        assert workspace is not None, "begin_use claimed it"
+        try:
+            graph = book.touch(frame, recorded_in)
+            engine.enter(Place(frame, workspace), use)
+        except BaseException:
+            book.end_use(frame, lease.serial, use)
+            raise
+        if use == "forward":
+            state = book.open_ticket(frame, lease.serial, 0, self.capacity_rows, graph)
+            lease.ticket = make_ticket_tensor(book, state.serial)
+            engine.open_frame(frame)
+        elif use == "backward" and book.recording is not None and recorded_in not in (None, book.recording.key):
+            engine.expect_open(frame)
+        if use != "frame":
+            increment_version(self._filled_by(frame, workspace, use))
+
+    def end_use(self, lease: Lease, use: Use, total_recv_tokens: torch.Tensor | None) -> None:
+        """End a use that `begin_use` began; as `Lease.end` says."""
+        engine, book, frame = self._external("end", use), self.book, lease.frame
+        _check_demand(self.device, use, total_recv_tokens)
+        held = frame if use == "frame" else book.workspace(frame, use)
+        ticket = book.end_use(frame, lease.serial, use)
+        assert held is not None, "a use that has begun has its workspace"
+        book.touch(frame, ticket.recorded_in if ticket is not None else None)
+        engine.enter(Place(frame, held), use)
+        if total_recv_tokens is not None:
+            book.note_overflow(frame, engine.note_demand(frame, total_recv_tokens))
+        if use == "backward" and ticket is not None and not ticket.returned:
+            engine.close_frame(frame)
+            ticket.returned = True
+
+    def _external(self, call: str, use: Use) -> ExternalEngine:
+        if not isinstance(self.engine, ExternalEngine):
+            raise ConfigError(
+                f"{call}() marks the use by kernels that are not ours, and this arena has an engine whose dispatch and "
+                'combine mark theirs: call those, or open the arena with engine="external"'
+            )
+        if use not in ("frame", "forward", "backward"):
+            raise ConfigError(f'{call}() takes "forward", "backward" or "frame", found {use!r}')
+        if torch.compiler.is_compiling():
+            raise ConfigError(f"{call}() inside torch.compile, whose code would not run it again; call it around that")
+        return self.engine
+
+    def _filled_by(self, frame: int, workspace: int, use: Lifetime) -> list[torch.Tensor]:
+        """Return the regions that kernels of a use may write: those of its workspace, and in a forward the frame's."""
+        sets: list[tuple[Lifetime, int]] = [(use, workspace)]
+        if use == "forward":
+            sets.append(("frame", frame))
+        return [self.region(r.name, r.index, r.lifetime) for at in sets for r in self.plan.regions_of(*at)]
 
     def index_at(self, name: str, tensor: torch.Tensor) -> int:
         """Return which of the regions of a name a tensor is.
@@ -350,7 +446,7 @@ class Generation:
             self._judge(control)
 
     def count_own_refusal(self) -> None:
-        """Note that this rank raises its own refusal, so that `raise_pending` does not raise it again.
+        """Note that this rank raises a refusal that it counts, so that `raise_pending` does not raise it again.
 
         A refusal that is being captured has not happened: its kernels count when a replay runs them.
         """
@@ -479,7 +575,7 @@ class Generation:
             return
         self._closed = True
         _C.handle_drop(self.handle)
-        self.engine.close()
+        self.engine.close(is_healthy=is_healthy)
         self._regions, self._routed, self._received, self._moved_grads = {}, (), {}, {}
         self.routing_views, self.views, self.debug = {}, {}, None
         if is_healthy or self.engine.synchronous:
@@ -493,6 +589,19 @@ class Generation:
             packed = op << 28 | frame << 14 | workspace
             lines.append(f"rank {peer}: call {call}, {describe_progress(packed) if call else 'none yet'}")
         return lines
+
+
+def _check_demand(device: torch.device, use: Use, num_rows: object) -> None:
+    if num_rows is None:
+        return
+    if use != "forward":
+        raise ConfigError(f'total_recv_tokens is of end("forward"), found it in end("{use}"); leave it out there')
+    found = type(num_rows).__name__
+    if isinstance(num_rows, torch.Tensor):
+        if num_rows.shape == (1,) and num_rows.dtype in (torch.int32, torch.int64) and num_rows.device == device:
+            return
+        found = f"{list(num_rows.shape)} {num_rows.dtype} on {num_rows.device}"
+    raise ConfigError(f"total_recv_tokens must be a tensor [1] int32 or int64 on {device}, found {found}")
 
 
 def _leak(*memory: object) -> None:
@@ -536,6 +645,7 @@ _WINDOWS: dict[str, Any] = {
     "local": LocalWindow,
     "torch_symm": TorchSymmWindow,
     "nccl": nccl.NcclWindow,
+    "own": OwnWindow,
 }
 
 

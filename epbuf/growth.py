@@ -34,7 +34,7 @@ def grown_plan(plan: Plan, num_rows: int, stash_rows: int = 0) -> Plan:
     """
     return Plan.build(
         with_capacity(plan.config, num_rows), plan.schedule, recv_policy=plan.recv_policy,
-        stash_rows=None if plan.stash_rows is None else max(plan.stash_rows, stash_rows),
+        stash_rows=None if plan.stash_rows is None else max(plan.stash_rows, stash_rows), engine=plan.engine,
     )  # fmt: skip
 
 
@@ -51,7 +51,8 @@ def check_growth(old: Plan, new: Plan) -> None:
         ConfigError: it is for other ranks, experts or rows, has less of something, or is the same plan.
     """
     facts = {field: (getattr(old.config, field), getattr(new.config, field)) for field in EpConfig.model_fields}
-    for field, (found, asked) in {**facts, "recv_policy": (old.recv_policy, new.recv_policy)}.items():
+    planned = {name: (getattr(old, name), getattr(new, name)) for name in ("recv_policy", "engine")}
+    for field, (found, asked) in {**facts, **planned}.items():
         if field not in _MAY_CHANGE and found != asked:
             raise ConfigError(
                 f"grow() keeps {field}: the arena has {field}={found!r} and the new plan {asked!r}. Build it from the "

@@ -27,6 +27,7 @@ from epbuf.errors import CaptureError, LeaseError
 from epbuf.plan import Lifetime
 
 Direction = Literal["forward", "backward"]
+Use = Literal["frame", "forward", "backward"]
 Phase = Literal["warm up", "record", "replay"]
 
 _WORD = struct.Struct("=Q")  # of a ticket
@@ -48,6 +49,12 @@ class Regions(Protocol):
 
     def packed(self, name: str, index: int, lifetime: Lifetime) -> torch.Tensor:
         """Return a data region and the scales behind it as one uint8 tensor."""
+
+    def begin_use(self, lease: Lease, use: Use) -> None:
+        """Begin a use by kernels that are not ours."""
+
+    def end_use(self, lease: Lease, use: Use, total_recv_tokens: torch.Tensor | None) -> None:
+        """End it."""
 
 
 class Captures(Protocol):
@@ -142,6 +149,7 @@ class _Frame:
     dispatched_by: Hashable | None = None  # the captured step that runs, if one does
     workspace: dict[Direction, int | None] = field(default_factory=lambda: {"forward": None, "backward": None})
     reserved_by: set[Hashable] = field(default_factory=set)
+    uses: set[Use] = field(default_factory=set)  # by kernels that are not ours, begun and not ended
 
 
 class LeaseBook:
@@ -186,6 +194,7 @@ class LeaseBook:
                 graph.note(chosen.index)
             serial = self._claim(chosen, "lease", where)
             chosen.lease, chosen.dispatched = serial, False
+            chosen.uses.clear()
             self.num_frames_high_water = max(self.num_frames_high_water, self._num_busy)
             return chosen.index, serial
 
@@ -294,6 +303,43 @@ class LeaseBook:
             if held is not None:
                 self._frames[frame].workspace[direction] = None
                 self._taken[direction][held] = False
+
+    def begin_use(self, frame: int, lease: int, use: Use) -> Ticket | None:
+        """Begin a use of a frame by kernels that are not ours, and claim its workspace; `end_use` ends both.
+
+        Returns the ticket of the lease's forward, if that has begun before.
+
+        Raises:
+            LeaseError: out of order, begun already, after the lease's end, or no workspace is free.
+        """
+        with self._lock:
+            self._apply_ended()
+            state = self._frames[frame]
+            ticket = self._ticket_of(state) if state.lease == lease else None
+            self._check_use(state, lease, use, ticket)
+            if use != "frame":
+                self.claim_workspace(frame, use)
+            state.uses.add(use)
+            return ticket
+
+    def end_use(self, frame: int, lease: int, use: Use) -> Ticket | None:
+        """End a use; return the ticket of the lease's forward.
+
+        Raises:
+            LeaseError: it has not begun, or its lease and ticket have ended.
+        """
+        with self._lock:
+            self._apply_ended()
+            state = self._frames[frame]
+            if state.lease != lease or use not in state.uses:
+                raise LeaseError(
+                    f'end("{use}") on frame {frame} and no such use has begun there for this lease: call '
+                    f'lease.begin("{use}") before the kernels, once for each end'
+                )
+            state.uses.discard(use)
+            if use != "frame":
+                self.end_workspace(frame, use)
+            return self._ticket_of(state)
 
     @property
     def recording(self) -> Graph | None:
@@ -404,6 +450,29 @@ class LeaseBook:
         claims = [] if frame is None else list(self._frames[frame].claims.values())
         return f"{claims[0].where} (a backward of the lease acquired there)" if claims else "a backward pass"
 
+    def _ticket_of(self, frame: _Frame) -> Ticket | None:
+        """Return the youngest ticket of a frame's lease."""
+        found = [t for s in frame.claims if (t := self._tickets.get(s)) is not None and t.lease == frame.lease]
+        return max(found, key=lambda ticket: ticket.serial, default=None)
+
+    def _check_use(self, frame: _Frame, lease: int, use: Use, ticket: Ticket | None) -> None:
+        asked = f'begin("{use}") on frame {frame.index}'
+        if frame.lease != lease or not frame.claims:
+            raise LeaseError(
+                f"{asked} by a lease that has ended with nothing left that keeps the frame; acquire another, or keep "
+                "lease.ticket until the last use"
+            )
+        if use in frame.uses:
+            raise LeaseError(f'{asked} was called before and not ended; call lease.end("{use}") after the kernels')
+        if use == "forward" and (frame.dispatched or lease not in frame.claims):
+            found = "its lease was released" if lease not in frame.claims else "its lease has had its forward"
+            raise LeaseError(f"{asked}, and {found}: one forward per lease; acquire another")
+        if use == "backward" and ticket is None:
+            raise LeaseError(
+                f'{asked}, and the forward of its lease has not begun, or its ticket is gone: call begin("forward") '
+                "first, and keep lease.ticket, for example with ctx.save_for_backward, until the backward"
+            )
+
     def _claim(self, frame: _Frame, kind: Literal["lease", "ticket"], where: str) -> int:
         self._serial += 1
         if not frame.claims:
@@ -428,6 +497,7 @@ class LeaseBook:
             del frame.claims[serial]
             if not frame.claims:
                 self._num_busy -= 1
+                frame.uses.clear()
                 self.end_workspace(frame.index, "forward")
                 self.end_workspace(frame.index, "backward")
 
@@ -578,6 +648,7 @@ class Lease:
     Attributes:
         frame: index of the frame.
         arena: the arena it belongs to.
+        ticket: of the dispatch, or of the forward that `begin` began, until release(); None before.
         released: whether this claim has ended; what autograd or a `Received` keeps may still live.
     """
 
@@ -674,6 +745,42 @@ class Lease:
             ConfigError: the plan leaves a gap between data and scales.
         """
         return self.arena.packed(name, *self._place_or_error(name))
+
+    def begin(self, use: Use = "forward") -> None:
+        """Begin a use of this frame by kernels that are not ours; `end` ends it. For engine="external".
+
+        The current stream waits for the last users of the frame and of the workspace, within one capture or outside
+        any, and while a graph records it holds the memory, as with dispatch and combine. Local: the kernels themselves
+        synchronise the ranks, which must use the same frames in the same order. Does not synchronise with the host.
+
+        Args:
+            use: "forward": dispatch to combine; claims a forward workspace, and makes `lease.ticket`, [8] uint8 cpu,
+                which keeps the frame while it lives: save it for the backward. Once for each lease. "backward":
+                combine's backward to dispatch's backward; claims a backward workspace, and works after release(), too,
+                while the ticket lives. It may begin in the forward, where kernels want the memory of their gradient
+                then. "frame": regions of the frame alone, for example a delayed weight gradient, at any time.
+
+        Raises:
+            ConfigError: an arena of another engine, an unknown word, a backward of an inference_only plan, or inside
+                torch.compile.
+            LeaseError: out of order or after the lease's end; no workspace is free.
+        """
+        self.arena.begin_use(self, use)
+
+    def end(self, use: Use = "forward", *, total_recv_tokens: torch.Tensor | None = None) -> None:
+        """End a use: what the current stream has been given so far is the last of it. Views of its workspace end, too.
+
+        Args:
+            use: as in `begin`.
+            total_recv_tokens: of "forward": [1] int32 or int64 on the device, rows that the dispatch needed on this
+                rank (the largest of all ranks, if known), padding included and before dropping. More than the
+                capacity counts as an overflow: `step.overflow`, `arena.report()`, and what `grow_to_peak()` grows to.
+
+        Raises:
+            ConfigError: an arena of another engine, an unknown word, or no such tensor.
+            LeaseError: it has not begun.
+        """
+        self.arena.end_use(self, use, total_recv_tokens)
 
     def _place_or_error(self, name: str) -> tuple[int, Lifetime]:
         try:

@@ -105,7 +105,7 @@ def _settle(arena: Generation, outcome: _C.Outcome, attempt: Attempt, op: str) -
         return
     error = attempt.take()
     try:
-        if error is not None:
+        if error is not None or (outcome.status == _REFUSED and not arena.engine.synchronous):
             arena.count_own_refusal()
         if outcome.status == _REFUSED:
             raise error or peer_error(op, outcome.refusing_rank, outcome.refusal)

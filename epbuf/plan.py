@@ -24,6 +24,7 @@ from epbuf.schedule import Schedule
 Lifetime = Literal["arena", "frame", "forward", "backward", "stash"]
 RecvPolicy = Literal["keep", "stash", "recompute"]
 RecvPolicies = RecvPolicy | tuple[RecvPolicy, ...]
+PlannedEngine = Literal["native", "nccl_ep"]
 
 ALIGNMENT_BYTES = 256
 """Every region starts at a multiple of this: what TMA, cuBLAS scale tiles and 128-byte sectors ask for, and more."""
@@ -54,6 +55,9 @@ NVLINK_BYTES_PER_S = 393e9
 COPY_BYTES_PER_S = 3.64e12
 """Rates of the model behind wire="auto": a copy to a peer, one way, and a row read once and written several times.
 Source: measured on two H200 of one host, and on one."""
+
+NCCL_EP_MAX_SMS = 256
+"""Multiprocessors for which a handle of NCCL EP has scratch, at the most: those of the device."""
 
 _ITEM_BYTES = {
     "uint8": 1,
@@ -160,6 +164,7 @@ class Plan:
         recv_policy: what becomes of received rows until the experts' backward: "keep", "stash" or "recompute"; where
             layers differ a tuple, one word a layer.
         stash_rows: rows that all pages of the stash hold, as asked for; None: as many as may be needed at once.
+        engine: whose regions it has: "nccl_ep" adds what that engine needs, any other takes "native".
         fingerprint: hex SHA-256 of config, schedule and regions; equal on every rank, machine and Python version.
     """
 
@@ -170,11 +175,12 @@ class Plan:
     total_bytes: int
     recv_policy: RecvPolicies = "keep"
     stash_rows: int | None = None
+    engine: PlannedEngine = "native"
 
     @staticmethod
     def build(
         config: EpConfig, schedule: Schedule | None = None, *, recv_policy: RecvPolicy | Sequence[RecvPolicy] = "keep",
-        stash_rows: int | None = None,
+        stash_rows: int | None = None, engine: PlannedEngine = "native",
     ) -> Plan:  # fmt: skip
         """Compute the plan. No torch, no GPU, no memory.
 
@@ -191,6 +197,8 @@ class Plan:
                 (`recv.overflow`). Pages of one whose backward never runs go to the next eager dispatch; a captured one
                 has them until its frame dispatches again. None: C for each such dispatch, which no step exceeds, and
                 which saves nothing.
+            engine: "nccl_ep" for `Arena.open(engine="nccl_ep")`: adds its handle memory to each frame, and says what
+                the library allocates beside the window (`engine_bytes`).
 
         Raises:
             ConfigError: the config asks for a plan that this version has no code for, or that rows cannot index; words
@@ -201,11 +209,16 @@ class Plan:
         for policy in {policies} if isinstance(policies, str) else set(policies):
             _check_policy(config, policy)
         _check_stash_rows(stash_rows, policies)
+        if engine not in ("native", "nccl_ep"):
+            raise ConfigError(f"Plan.build(engine={engine!r}): use 'native' (also for engine='external') or 'nccl_ep'")
         capacity_rows = _capacity_rows(config)
-        regions = tuple(_place_all(config, schedule, capacity_rows, _of_frames(policies, schedule), stash_rows))
+        if engine == "nccl_ep":
+            _check_nccl_ep(config, capacity_rows, policies)
+        of_frames = _of_frames(policies, schedule)
+        regions = tuple(_place_all(config, schedule, capacity_rows, of_frames, stash_rows, engine))
         _check_disjoint(regions, config.alias)
         total_bytes = round_up(max(region.end for region in regions), ALIGNMENT_BYTES)
-        return Plan(config, schedule, capacity_rows, regions, total_bytes, policies, stash_rows)
+        return Plan(config, schedule, capacity_rows, regions, total_bytes, policies, stash_rows, engine)
 
     @property
     def num_local_experts(self) -> int:
@@ -229,6 +242,21 @@ class Plan:
         The last number is the size of a page.
         """
         return _page_offsets(self.config)
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes that the engine's library allocates for itself beside the window, on each rank; 0 for our own engine.
+
+        For ranks of one NVLink domain; what NCCL EP adds to cross a network is not in it. Source: nccl-extensions
+        0.1.0, the shared buffers of its high-throughput groups, of which 1664 MiB were measured at R=8, T=4096, H=7168,
+        E=256, K=8, C=49152.
+        """
+        return _nccl_ep_bytes(self.config, self.capacity_rows) if self.engine == "nccl_ep" else 0
+
+    @property
+    def nccl_ep_token_bytes(self) -> int:
+        """Bytes of the largest row that NCCL EP moves, scales included."""
+        return _nccl_ep_token_bytes(self.config)
 
     @property
     def route_chunk_tokens(self) -> int:
@@ -381,6 +409,10 @@ class Plan:
             rows.extend(_table_row(region, count) for region in sets[0])
         rows.append(("total", "", "", "", human_bytes(self.total_bytes), f"{self.total_bytes:,} bytes"))
         shared = [f"{first} and {second} share bytes" for first, second in self.config.alias]
+        if self.engine_bytes:
+            rows.append(
+                ("beside it, by NCCL EP", "", "", "", human_bytes(self.engine_bytes), f"{self.engine_bytes:,} bytes")
+            )
         return "\n".join([*lines, *_align(rows), *shared])
 
     @cached_property
@@ -431,6 +463,7 @@ class Plan:
             "recv_policy": self.recv_policy if isinstance(self.recv_policy, str) else list(self.recv_policy),
             **({} if self.stash_rows is None else {"stash_rows": self.stash_rows}),
             **({"dedups": self.dedups} if self.config.wire == "auto" else {}),
+            **({} if self.engine == "native" else {"engine": self.engine, "engine_bytes": self.engine_bytes}),
             "regions": [_as_json(region) for region in self.regions],
         }
 
@@ -737,15 +770,105 @@ def _stash_needs(config: EpConfig, num_pages: int) -> list[_Need]:
     ]
 
 
+def _check_nccl_ep(config: EpConfig, capacity_rows: int, policies: RecvPolicies) -> None:
+    """Refuse what the nccl_ep engine cannot give; the table in epbuf/engines/README.md says why."""
+    facts: list[tuple[bool, str, str]] = [
+        (config.num_ranks < 2, f"num_ranks={config.num_ranks}", "at least 2 ranks; one rank needs no network"),
+        (
+            config.num_topk > config.num_experts,
+            f"num_topk={config.num_topk}",
+            f"at most num_experts={config.num_experts}",
+        ),
+        (config.num_experts % 4 != 0, f"num_experts={config.num_experts}", "a multiple of 4"),
+        (
+            capacity_rows < config.max_tokens_per_rank,
+            f"a capacity of {capacity_rows} rows",
+            f"at least max_tokens_per_rank={config.max_tokens_per_rank}",
+        ),
+        (policies != "keep", f"recv_policy={policies!r}", "'keep'"),
+        (config.wire != "direct", f"wire={config.wire!r}", "'direct': it sends a token once for each rank anyway"),
+        (config.combine_order != "k", f"combine_order={config.combine_order!r}", "'k'; its own order is in the table"),
+        (bool(config.alias), f"alias={config.alias!r}", "no alias"),
+        (
+            config.combine_grad_payload.format != "same",
+            f"combine_grad_payload={config.combine_grad_payload.format!r}",
+            "'same': gradients travel in the token dtype",
+        ),
+        (
+            config.dispatch_payload.format == "nvfp4" or config.dispatch_payload.scale_layout == "blocked",
+            f"dispatch_payload={_payload_word(config.dispatch_payload)!r}",
+            "'same', 'mxfp8', 'fp8_block128' or raw, with compact scales",
+        ),
+    ]  # fmt: skip
+    for is_wrong, found, wanted in facts:
+        if is_wrong:
+            raise ConfigError(f"Plan.build(engine='nccl_ep') found {found} and takes {wanted}; or use engine='native'")
+
+
+def _nccl_ep_token_bytes(config: EpConfig) -> int:
+    payload, same = config.dispatch_payload, Payload.same()
+    packed = payload.row_bytes_for(config.hidden, config.token_dtype) + payload.scale_row_bytes_for(config.hidden)
+    return max(same.row_bytes_for(config.hidden, config.token_dtype), packed)
+
+
+def _nccl_ep_bytes(config: EpConfig, capacity_rows: int) -> int:
+    """Return the bytes of a group's shared buffers: rows, each token once, and weights, both ways; scales; routing."""
+    token_bytes, num_tokens = _nccl_ep_token_bytes(config), config.num_ranks * config.max_tokens_per_rank
+    rows, weights = num_tokens * token_bytes, capacity_rows * config.num_experts * 4
+    routing = num_tokens * -(-config.num_experts // 8)
+    return 2 * (rows + weights) + capacity_rows * token_bytes + routing
+
+
+def _nccl_ep_handle_bytes(config: EpConfig, capacity_rows: int) -> int:
+    """Return more bytes than any handle asks for, whatever ranks share an NVLink domain; `open` compares.
+
+    Source: nccl-extensions 0.1.0, routing buffers of a high-throughput, expert-major handle with staging.
+    """
+    num_ranks, tokens, num_topk = config.num_ranks, config.max_tokens_per_rank, config.num_topk
+    mask_bytes = 8 * -(-num_ranks // 64)
+    per_token = num_ranks * (1 + 1 + 4 + mask_bytes + 4) + 4 * config.num_experts + 8 * num_topk
+    per_row = config.num_local_experts + 8 * num_topk
+    scratch = NCCL_EP_MAX_SMS * num_ranks * 64 + 12 * (config.num_local_experts + 1)
+    padded_tokens = round_up(tokens, 16)
+    return round_up(
+        padded_tokens * per_token + capacity_rows * per_row + scratch + 32 * ALIGNMENT_BYTES, ALIGNMENT_BYTES
+    )
+
+
+def _nccl_ep_frame_needs(config: EpConfig, capacity_rows: int) -> list[_Need]:
+    return [
+        _Need("nccl_ep_handle", (_nccl_ep_handle_bytes(config, capacity_rows),), "uint8"),
+        _Need("nccl_ep_topk_idx", (config.max_tokens_per_rank, config.num_topk), "int64"),
+    ]
+
+
+def _nccl_ep_arena_needs(config: EpConfig) -> list[_Need]:
+    """Return what stands for tensors that the library demands and the caller did not give."""
+    return [
+        _Need("nccl_ep_ones", (config.max_tokens_per_rank, config.num_topk), "float32"),
+        _Need("nccl_ep_no_token", (2, _nccl_ep_token_bytes(config)), "uint8"),
+        _Need("nccl_ep_no_weights", (2, config.num_topk), "float32"),
+    ]
+
+
 def _place_all(
-    config: EpConfig, schedule: Schedule, capacity_rows: int, policies: Sequence[RecvPolicy], stash_rows: int | None
+    config: EpConfig, schedule: Schedule, capacity_rows: int, policies: Sequence[RecvPolicy], stash_rows: int | None,
+    engine: PlannedEngine,
 ) -> Iterator[Region]:  # fmt: skip
     """Yield all regions, one set after the other."""
+    is_nccl_ep = engine == "nccl_ep"
     forward = _forward_needs(config, capacity_rows, not all(_holds_rows(config, policy) for policy in policies))
     backward = [] if config.inference_only else [_backward_needs(config, capacity_rows)]
     sets: list[tuple[Lifetime, list[list[_Need]]]] = [
-        ("arena", [_arena_needs(config, schedule)]),
-        ("frame", [_frame_needs(config, capacity_rows, policy) for policy in policies]),
+        ("arena", [_arena_needs(config, schedule) + (_nccl_ep_arena_needs(config) if is_nccl_ep else [])]),
+        (
+            "frame",
+            [
+                _frame_needs(config, capacity_rows, policy)
+                + (_nccl_ep_frame_needs(config, capacity_rows) if is_nccl_ep else [])
+                for policy in policies
+            ],
+        ),
         ("forward", [forward] * schedule.num_workspaces),
         ("backward", backward * schedule.num_workspaces),
     ]

@@ -22,11 +22,16 @@ def report_tables(report: Mapping[str, Any]) -> Group:
 def _heading(report: Mapping[str, Any]) -> Text:
     counts = ", ".join(f"{name.removeprefix('num_').replace('_', ' ')} {report[name]}" for name in _COUNTS)
     return Text(
-        f"epbuf arena, rank {report['rank']}: {report['window']} window ({report['window_reason']})\n"
+        f"epbuf arena, rank {report['rank']}: {_engine(report)}{report['window']} window ({report['window_reason']})\n"
         f"frames in use at most {report['num_frames_high_water']} of {report['num_frames']}; demand at most "
         f"{report['demand_peak_rows']} of {report['capacity_rows']} rows; {_stash(report)}staged "
         f"{human_bytes(report['staged_bytes'])}; {counts}"
     )
+
+
+def _engine(report: Mapping[str, Any]) -> str:
+    word = report.get("engine", "native")  # a report that was saved before there were others
+    return "" if word == "native" else f"engine {word}, "
 
 
 def _stash(report: Mapping[str, Any]) -> str:

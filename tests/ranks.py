@@ -17,7 +17,7 @@ def size_of(group: Any) -> int:
     return int(group.size() if callable(group.size) else group.size)
 
 
-def raised(kind: type[BaseException], call: Callable[[], object]) -> str:
+def raised(kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], object]) -> str:
     """Return the message of the error that a call raises; fail when it raises none of that kind.
 
     Keeps neither the error nor its traceback: they would keep the caller's leases and tickets alive.
@@ -26,4 +26,4 @@ def raised(kind: type[BaseException], call: Callable[[], object]) -> str:
         call()
     except kind as error:
         return str(error)
-    raise AssertionError(f"no {kind.__name__} was raised")
+    raise AssertionError(f"no {kind} was raised")

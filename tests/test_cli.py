@@ -93,6 +93,11 @@ def test_plan_takes_a_recv_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert fingerprint(capsys, *SIZES, "--recv-policy", "recompute") == wanted != Plan.build(CONFIG).fingerprint
 
 
+def test_plan_takes_the_engine_and_shows_what_its_library_allocates(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = Plan.build(CONFIG, engine="nccl_ep").fingerprint
+    assert fingerprint(capsys, *SIZES, "--engine", "nccl_ep") == wanted != Plan.build(CONFIG).fingerprint
+
+
 def test_plan_takes_a_recv_policy_per_layer(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = Plan.build(CONFIG, Schedule.sequential(3), recv_policy=["keep", "stash", "recompute"], stash_rows=300)
     flags = words("--num-layers 3 --recv-policy keep,stash,recompute --stash-rows 300")
@@ -164,6 +169,7 @@ def test_plan_flag_overrides_model(capsys: pytest.CaptureFixture[str]) -> None:
             ["zigzag is not known"],
             id="by_hand_kind",
         ),
+        pytest.param(["plan", *SIZES, "--engine", "fast"], ["engine='fast'", "nccl_ep"], id="engine"),
         pytest.param(["plan", *SIZES, "--recv-policy", "burn"], ["recv_policy", "'burn'"], id="recv_policy"),
         pytest.param(["plan", *SIZES, "--svg", "no/such/map.svg"], ["--svg no/such/map.svg", "folder"], id="svg"),
         pytest.param(["plan", *SIZES, "--alias", "offs"], ["('offs',)", "the pairs are"], id="alias"),

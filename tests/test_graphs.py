@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import io
 import re
 import statistics
 import struct
@@ -11,13 +14,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from played_nccl_ep import modules
+from ranks import Pool
 
 import epbuf
-from graphs import capture_step, capture_tests, microbatches, pipeline, train_loop
+from graphs import capture_step, capture_tests, microbatches, nccl_ep_external, pipeline, train_loop
 from graphs.bench import cpu
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +48,8 @@ def test_capture_step_gives_right_results_at_one_address(capsys: pytest.CaptureF
         (microbatches.main, ["--device", "cuda"], "torch finds no GPU"),
         (pipeline.main, ["--device", "cuda"], "torch finds no GPU"),
         (train_loop.main, ["--device", "cuda"], "torch finds no GPU"),
+        (nccl_ep_external.main, ["--replays", "0"], "--replays 0: give at least 1"),
+        (nccl_ep_external.main, [], "epbuf[nccl-ep]"),
     ],
 )
 def test_arguments_that_measure_nothing_are_refused(
@@ -248,3 +256,27 @@ def test_train_loop_with_quantised_rows_stays_close_to_plain_torch(payload: str,
     """Rows and their gradients travel in 8 bits, experts decode them: every claim of the demo holds all the same."""
     arguments = ["--ranks", "2", "--steps", "24", "--device", "cpu", "--payload", payload, "--out", str(tmp_path)]
     assert train_loop.main(arguments) == 0
+
+
+def _by_hand(rank: int, group: Any) -> str:
+    """Run the example over a library that is played, on all four processes; return what it printed."""
+    printed = io.StringIO()
+    found = modules(group)
+    real = importlib.import_module
+    with (
+        mock.patch.object(nccl_ep_external, "DEVICE", "cpu"),
+        mock.patch.object(nccl_ep_external, "MAX_TOKENS", 6),
+        mock.patch.object(nccl_ep_external, "HIDDEN", 16),
+        mock.patch.object(importlib, "import_module", lambda name: found.get(name) or real(name)),
+        contextlib.redirect_stdout(printed),
+    ):
+        torch.manual_seed(rank)
+        nccl_ep_external.run(3, 16)
+    return printed.getvalue()
+
+
+def test_library_called_by_hand_on_our_window(pool: Pool) -> None:
+    """The example's marks, views and offsets are right, and a frame that is used early is refused."""
+    out = pool.run(4, _by_hand)[0]
+    assert out.count("new routing, right result") == 3
+    assert "a frame used early is refused, as it must be" in out

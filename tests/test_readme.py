@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
 PROGRAMS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
@@ -42,7 +43,7 @@ def test_readme_has_only_blocks_that_run_here() -> None:
 
 @pytest.mark.parametrize(("command", "shown"), commands(), ids=[command for command, _ in commands()])
 def test_readme_console_block_runs_and_prints_what_it_shows(command: str, shown: list[str], tmp_path: Path) -> None:
-    (example,) = [text for language, text in BLOCKS if language == "python"]
+    example = PYTHON[0]  # the one that the console blocks call example.py
     (tmp_path / "example.py").write_text(example)
     (tmp_path / "graphs").symlink_to(ROOT / "graphs")
     program, *arguments = shlex.split(command)
@@ -52,6 +53,14 @@ def test_readme_console_block_runs_and_prints_what_it_shows(command: str, shown:
     assert found.returncode == 0, found.stderr
     printed = found.stdout.splitlines()
     assert [line for line in shown if line not in printed] == [], found.stdout
+
+
+@pytest.mark.parametrize("number", range(1, len(PYTHON)))
+def test_readme_python_block_runs(number: int) -> None:
+    found = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PYTHON[number]], capture_output=True, text=True, timeout=240
+    )
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.parametrize("line", lines_of("sh"))

@@ -42,6 +42,16 @@ class NcclWindow:
     def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
         return device_bytes(self._native, self._native.address + offset, nbytes, self._device)
 
+    @property
+    def handle(self) -> int:
+        """The ncclWindow_t, for kernels that address the window themselves; 0 once it is closed."""
+        return int(self._native.handle) if self._native is not None else 0
+
+    @property
+    def communicator(self) -> int:
+        """The ncclComm_t that the window is registered with; 0 once it is closed."""
+        return int(self._native.communicator) if self._native is not None else 0
+
     def close(self) -> None:
         """Deregister and destroy the communicator; the memory goes with the last view of it. After a barrier."""
         if self._native is not None:
