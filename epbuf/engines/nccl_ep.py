@@ -448,7 +448,7 @@ class Library:
         made = bytes(core.get_unique_id().as_bytes) if group.rank == 0 else b""
         identity = core.UniqueId.from_bytes(group.all_gather(made)[0])
         self._comm = core.Communicator.init(nranks=group.size, rank=group.rank, unique_id=identity)
-        _check_domains(config.num_experts, int(self._comm.n_lsa_teams))
+        _check_domains(config.num_experts, _num_domains(self._comm))
         self._group = ep.Group.create(
             self._comm,
             ep.GroupConfig(
@@ -558,6 +558,14 @@ def _as_wire(rows: Encoded) -> torch.Tensor:
     if rows.data.dtype != torch.uint8:
         return rows.data
     return rows.data.view(torch.bfloat16 if rows.scales is None else torch.float8_e4m3fn)
+
+
+def _num_domains(communicator: Any) -> int:
+    """Return how many NVLink domains the ranks are in; 1 where NCCL does not say, as for ranks that share a GPU."""
+    try:
+        return int(communicator.n_lsa_teams)
+    except Exception:  # its type is the library's
+        return 1
 
 
 def _check_domains(num_experts: int, num_domains: int) -> None:
