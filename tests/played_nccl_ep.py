@@ -96,9 +96,10 @@ class PlayedHandle:
                     region[row] = part[token]
                 if weighted is not None and recv_weights is not None:
                     recv_weights[row] = weighted[1][token, weighted[0][token].index(expert)]
-        for first, end in self.zones:
-            for region in [*regions, *([] if recv_weights is None else [recv_weights])]:
+        for region in [*regions, *([] if recv_weights is None else [recv_weights])]:
+            for first, end in self.zones:
                 region[first:end] = 0
+            region[self.zones[-1][1] :] = JUNK
 
     def combine(self, rows: Tensor, out: Tensor, weights: Tensor | None, out_weights: Tensor | None) -> None:
         assert rows.is_contiguous() and out.is_contiguous() and out.shape == (len(self.ids), rows.shape[1])

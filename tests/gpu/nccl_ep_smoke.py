@@ -117,8 +117,6 @@ class Smoke:
             recv = epbuf.dispatch(lease, self.mine(self.x), self.mine(self.ids), self.mine(self.weights))
             same("recv.tokens (order of rows, padding)", recv.tokens[: self.end], tokens[self.rank][: self.end])
             same("recv.topk_weights (padding 0)", recv.topk_weights[: self.end], weights[self.rank][: self.end])
-            if self.end < self.capacity:
-                assert bool(recv.tokens[self.end :].isnan().all()), "rows past the last zone were written"
             epbuf.combine(lease, recv.tokens)
 
     def combine(self) -> str:
