@@ -57,6 +57,7 @@ class Debug:
                 then, C if the caller's kernels need not write `offs`.
         """
         self._unrouted_end = unrouted_end
+        self._watches_tail = plan.engine != "nccl_ep"  # that library writes there
         frames = range(plan.schedule.num_frames)
         names = [{r.name for r in plan.regions_of("frame", frame)} for frame in frames]
         if plan.dedups or plan.adds_by_rank:  # peers may read it until this rank's next COUNT (csrc/PROTOCOL.md)
@@ -129,7 +130,7 @@ class Debug:
         regions, found = self._poisoned[frame], self._found[frame]
         end = self._end_of_rows(regions["offs"])
         for column, name in enumerate(_ROWS):
-            if name in regions:
+            if name in regions and self._watches_tail:
                 rows = _integers(regions[name])
                 tail = torch.arange(len(rows), device=rows.device) >= end
                 written = tail & (rows != self._patterns[frame, column]).flatten(1).any(1)

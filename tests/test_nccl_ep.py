@@ -226,6 +226,19 @@ def test_contract_holds(pool: Pool, routing: str, alignment: int, weighted: bool
         assert_round(got[rank], want, f"{case.name}, rank {rank}", BUT, written=WRITTEN)
 
 
+def _debugged(rank: int, group: Any) -> None:
+    case = _case("balanced", 2, 16)
+    plan = epbuf.Plan.build(case.config, engine="nccl_ep")
+    with played(), epbuf.Arena.open(plan, group, engine="nccl_ep", debug=True) as arena:
+        for _ in range(2):
+            play_round(arena, draw_inputs(case, rank, whole=True), False)
+        arena.check()
+
+
+def test_debug_mode_lets_the_library_write_past_the_zones(pool: Pool) -> None:
+    pool.run(2, _debugged)
+
+
 @pytest.mark.parametrize("token_dtype", ["bf16", "fp16"])
 def test_contract_holds_on_four_ranks(pool: Pool, token_dtype: str) -> None:
     for routing in ("some_negative", "one_row_over", "different_t"):
