@@ -8,7 +8,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test test-gpu bench bench-gpu sanitize lint format clean
+.PHONY: help venv build demo test test-gpu bench bench-gpu bench-nvlink sanitize lint format clean
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
@@ -76,6 +76,9 @@ bench: build
 
 bench-gpu: build
 	$(PY) graphs/bench/launch.py $(ARGS)
+
+bench-nvlink: build
+	$(PY) graphs/bench/nvlink.py $(ARGS)
 
 test: lint $(STAMPS)/megatron
 	$(PY) -m pytest -m "not gpu" $(ARGS)

@@ -25,6 +25,7 @@ import expected  # noqa: E402
 import gpu  # noqa: E402
 import launch  # noqa: E402
 import measure  # noqa: E402
+import nvlink  # noqa: E402
 import report  # noqa: E402
 
 SHAPE = measure.Shape.parse("R2-T48-H32-K2-E4-A16")
@@ -102,8 +103,36 @@ def test_limits_are_those_of_the_memory() -> None:
 
 
 def test_wire_is_the_limit_of_ranks_with_a_gpu_each() -> None:
-    two = record(TARGET) | {"num_gpus": 8, "rates": RATES | {"peer": 0.4e12}}
-    assert report.limits_us(two)["dispatch"] == report.limits_us(two)["combine"] == pytest.approx(2500)
+    two = record(TARGET, dispatch=5000.0) | {"num_gpus": 8, "rates": RATES | {"peer": 0.4e12}}
+    two |= {"pull_wire_bytes": 2 * 10**9}
+    assert report.limits_us(two)["dispatch"] == pytest.approx(2500)
+    assert report.limits_us(two)["combine"] == pytest.approx(5000)
+    assert report.table([two]).splitlines()[-1].split(" | ")[4:7] == ["2500", "50", "50"]
+
+
+def test_records_of_one_shape_are_told_apart_by_window_and_form() -> None:
+    forms = [("nccl", "direct", "k"), ("nccl", "dedup", "by_rank"), ("torch_symm", "direct", "k")]
+    names = ("window", "wire", "combine_order")
+    records = [
+        record(TARGET, step=100.0 * (1 + i)) | dict(zip(names, form, strict=True)) for i, form in enumerate(forms)
+    ]
+    rows = [row.split(" | ")[:3] for row in report.table(report.merged(records)).splitlines()[2:]]
+    shape = "| R=8, T=4096, A=128"
+    assert rows == [
+        [f"{shape}, nccl, dedup, by_rank", "step", "200.0"],
+        [f"{shape}, nccl", "step", "100.0"],
+        [f"{shape}, torch_symm", "step", "300.0"],
+    ]
+
+
+def test_groups_run_every_window_in_every_form() -> None:
+    chosen = options(window=["torch_symm", "nccl"], forms=["direct", "dedup+by_rank"], baselines=["torch"])
+    jobs = [(j.system, j.num_ranks, j.window, j.form) for j in launch.jobs_of(chosen) if j.num_ranks < 8]
+    assert jobs == [
+        ("epbuf", 2, "torch_symm", "direct"), ("torch", 2, "auto", "direct"),
+        ("epbuf", 2, "torch_symm", "dedup+by_rank"), ("epbuf", 2, "nccl", "direct"),
+        ("epbuf", 2, "nccl", "dedup+by_rank"), ("epbuf", 1, "torch_symm", "direct"), ("torch", 1, "auto", "direct"),
+    ]  # fmt: skip
 
 
 def test_table_puts_baselines_beside_the_same_shape() -> None:
@@ -175,18 +204,51 @@ def test_whole_benchmark_runs_small_on_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "graphs/bench/launch.py", "--device", "cpu", "--shapes", "2x48", "--alignments", "16"]
     command += ["--hidden", "32", "--topk", "2", "--experts", "4", "--samples", "3", "--repeats", "2"]
     command += ["--payloads", "mxfp8", "nvfp4", "mxfp8:blocked"]  # the last needs zones of whole tiles: left out
+    command += ["--forms", "direct", "dedup+by_rank"]
     command += ["--host-calls", "4", "--expert-hidden", "16", "--baselines", "torch", "--baseline-timeout", "100"]
     command += ["--save", str(tmp_path / "results"), "--records", str(tmp_path / "records.jsonl"), "--budget", "200"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    assert [each["system"] for each in records] == ["epbuf", "epbuf", "epbuf", "torch"]
+    assert [each["system"] for each in records] == [*["epbuf"] * 3, "torch", *["epbuf"] * 3]
     assert {each["shape"] for each in records} == {str(SHAPE)}
     assert set(report.OPS) <= set(records[0]["times_us"])
     assert {len(samples) for samples in records[0]["times_us"].values()} == {3}
     text = next((tmp_path / "results").glob("*-cpu.md")).read_text()
-    rows = re.findall(r"^\| R=2, T=48, A=16 \| ([^|]+) \| ([\d.-]+) \|", text, re.M)
-    assert [op for op, _ in rows] == [*report.OPS, "dispatch, mxfp8", "dispatch, nvfp4"]
+    for form in ("", ", dedup, by_rank"):
+        rows = re.findall(rf"^\| R=2, T=48, A=16{form} \| ([^|]+) \| ([\d.-]+) \|", text, re.M)
+        assert [op for op, _ in rows] == [*report.OPS, "dispatch, mxfp8", "dispatch, nvfp4"]
     assert "Not measured" not in text
     assert next((tmp_path / "results").glob("*-cpu.png")).read_bytes().startswith(b"\x89PNG")
     assert text.strip().splitlines()[0] in found.stdout
+
+
+def test_nvlink_needs_two_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "num_gpus", lambda: 1)
+    with pytest.raises(SystemExit):
+        nvlink.main([])
+    assert "found 1 GPU(s), this needs 2 of one host" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_gpus", [2, 4, 8])
+def test_nvlink_chooses_tests_and_shapes_with_a_gpu_for_each_rank(num_gpus: int) -> None:
+    command = [*nvlink.test_command(num_gpus), "--collect-only", "-q"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False).stdout
+    assert {ranks for ranks in nvlink.RANKS if f"[R{ranks}-" in listed} == set(nvlink.ranks_of(num_gpus))
+    bench = nvlink.bench_command(num_gpus, 60, None)
+    chosen = launch.make_parser().parse_args(bench[2:])
+    assert chosen.shapes == [(r, t) for r in nvlink.ranks_of(num_gpus) for t in nvlink.TOKENS]
+    assert (chosen.window, chosen.forms) == (["torch_symm", "nccl"], ["direct", "dedup+by_rank"])
+
+
+def test_nvlink_runs_all_steps_and_names_those_that_fail(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(launch, "num_gpus", lambda: 2)
+    monkeypatch.setattr(nvlink, "show_topology", lambda: 0)
+    monkeypatch.setattr(nvlink, "show_copies", lambda: 1)
+    monkeypatch.setattr(nvlink, "run", lambda command: ran.append(command[1]) or int("pytest" in command))
+    assert nvlink.main([]) == 1
+    assert ran == ["-m", "graphs/bench/launch.py"]
+    assert "FAILED: copies, tests" in capsys.readouterr().out

@@ -213,15 +213,15 @@ class Bench:
         return times
 
     def moved(self) -> dict[str, Any]:
-        """Count what a step moves, by the library's own accounting, over all ranks; and dispatch's busiest wire."""
-        counts = self.shape.counts().tolist()
-        sent = tokens_sent(self.shape, 1) if self.plan.dedups else kept_rows(self.plan, counts)
-        ranks = range(self.shape.num_ranks)
-        remote = [
-            max(sum(sent[a][b] for b in ranks if b != a), sum(sent[b][a] for b in ranks if b != a)) for a in ranks
-        ]
+        """Count what a step moves, by the library's own accounting, over all ranks; and the busiest wires."""
+        counts, row_bytes = self.shape.counts().tolist(), self.plan.token_row_bytes
+        once, each = tokens_sent(self.shape, 1), kept_rows(self.plan, counts)
         found = traffic(self.plan, counts, [self.shape.num_tokens] * self.shape.num_ranks, num_by_wire(self.shape))
-        return {"traffic": asdict(found), "wire_bytes": max(remote) * self.plan.token_row_bytes}
+        return {
+            "traffic": asdict(found),
+            "wire_bytes": busiest(once if self.plan.dedups else each) * row_bytes,
+            "pull_wire_bytes": busiest(once if self.plan.adds_by_rank else each) * row_bytes,
+        }
 
     def close(self) -> None:
         """Give the window back and check that nothing went wrong unseen."""
@@ -283,14 +283,22 @@ def measure_payload(
     both = bench.time(options.samples, options.repeats)
     counts, num_tokens = shape.counts().tolist(), [shape.num_tokens] * shape.num_ranks
     pushed = asdict(traffic(bench.plan, counts, num_tokens, num_by_wire(shape)).dispatch)
+    form = form_of(bench.arena, options)
     bench.arena.close()
     return {
         "system": "epbuf",
         "shape": str(shape),
+        **form,
         "times_us": {f"dispatch, {word}": without_route(both, route)},
         "payloads": {word: pushed},
         "versions": versions(session),
     }
+
+
+def form_of(arena: epbuf.Arena, options: argparse.Namespace) -> dict[str, str]:
+    """Say what tells records of one shape apart."""
+    wire = "dedup" if arena.plan.dedups else "direct"
+    return {"window": arena.window.kind, "wire": wire, "combine_order": options.combine_order}
 
 
 def fits(word: str, shape: Shape) -> bool:
@@ -318,6 +326,12 @@ def tokens_sent(shape: Shape, num_rows: int) -> list[list[int]]:
     ranks = range(shape.num_ranks)
     rank_of_row = [shape.topk_idx(source) // shape.num_local_experts for source in ranks]
     return [[int(((rows == rank).sum(1) >= num_rows).sum()) for rank in ranks] for rows in rank_of_row]
+
+
+def busiest(sent: Sequence[Sequence[int]]) -> int:
+    """Return the most rows that any rank sends to the others, or gets from them."""
+    ranks = range(len(sent))
+    return max(max(sum(sent[a][b] for b in ranks if b != a), sum(sent[b][a] for b in ranks if b != a)) for a in ranks)
 
 
 def num_by_wire(shape: Shape) -> int:
@@ -350,12 +364,10 @@ def measure(shape: Shape, session: Session, options: argparse.Namespace) -> dict
         "shape": str(shape),
         "times_us": times,
         "host_us": {name: host_medians(per_rank) for name, per_rank in host.items()},
-        "window": bench.arena.window.kind,
         "window_reason": bench.arena.window_reason,
         "window_bytes": bench.plan.total_bytes,
         "capacity_rows": bench.plan.capacity_rows,
-        "wire": "dedup" if bench.plan.dedups else "direct",
-        "combine_order": options.combine_order,
+        **form_of(bench.arena, options),
         "num_gpus": session.num_gpus,
         "versions": versions(session),
         **bench.moved(),

@@ -39,6 +39,14 @@ import report
 
 HERE = Path(__file__).resolve().parent
 SHAPES = "8x4096,8x128,4x4096,2x4096,1x4096"
+FORMS = {
+    "direct": ("direct", "k"),
+    "dedup": ("dedup", "k"),
+    "by_rank": ("direct", "by_rank"),
+    "dedup+by_rank": ("dedup", "by_rank"),
+}
+"""Ways of rows over the wire: `wire` and `combine_order` of the config."""
+
 NCCL_EP_RANKS = {"nccl_ep": (2, 4, 8), "nccl_ep_zero_copy": (4, 8)}
 
 MAX_START_S, MAX_SHAPE_S = 40.0, 20.0  # a group of ours: Python, torch, CUDA and the windows; then each shape
@@ -62,11 +70,13 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Job:
-    """One process group: a system, and the shapes that it measures."""
+    """One process group: a system, and the shapes that it measures; of ours, on which window and in which form."""
 
     system: str
     num_ranks: int
     shapes: tuple[str, ...]
+    window: str = "auto"
+    form: str = "direct"
 
     def command(self, options: argparse.Namespace, out: Path) -> list[str]:
         """Return what each rank runs."""
@@ -74,12 +84,15 @@ class Job:
         common += ["--samples", str(options.samples), "--repeats", str(options.repeats)]
         if self.system != "epbuf":
             return [sys.executable, str(HERE / "peers.py"), self.system, *common]
-        ours = ["--window", options.window, "--expert-hidden", str(options.expert_hidden)]
+        wire, combine_order = FORMS[self.form]
+        ours = ["--window", self.window, "--wire", wire, "--combine-order", combine_order]
+        ours += ["--expert-hidden", str(options.expert_hidden)]
         ours += ["--host-calls", str(options.host_calls), "--payloads", *options.payloads]
         return [sys.executable, str(HERE / "gpu.py"), *common, *ours]
 
     def __str__(self) -> str:
-        return f"{self.system} {' '.join(self.shapes)}"
+        form = "" if self.system != "epbuf" else f" {self.window} {self.form}"
+        return f"{self.system}{form} {' '.join(self.shapes)}"
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
@@ -96,14 +109,19 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
             return "-".join(f"{letter}{size}" for letter, size in zip(report.SIZES, sizes, strict=True))
 
         aligned = [name(t, largest) for t in tokens]
-        ours = Job("epbuf", num_ranks, tuple(name(t, a) for t in tokens for a in options.alignments))
+        shapes = tuple(name(t, a) for t in tokens for a in options.alignments)
+        windows = options.window if num_ranks > 1 else options.window[:1]
+        first, *others = [
+            Job("epbuf", num_ranks, shapes, window, form)
+            for window in windows for form in options.forms if num_ranks > 1 or form == options.forms[0]
+        ]  # fmt: skip
         theirs = {
             system: [Job(system, num_ranks, (shape,)) for shape in aligned] if num_ranks in ranks else []
             for system, ranks in NCCL_EP_RANKS.items()
         }
         theirs["torch"] = [Job("torch", num_ranks, tuple(aligned))]
         chosen = {system: theirs[system] if system in options.baselines else [] for system in theirs}
-        jobs += [*chosen["nccl_ep_zero_copy"], ours, *chosen["nccl_ep"], *chosen["torch"]]
+        jobs += [*chosen["nccl_ep_zero_copy"], first, *chosen["nccl_ep"], *chosen["torch"], *others]
     return jobs
 
 
@@ -340,7 +358,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hidden", type=int, default=7168)
     add("--topk", type=int, default=8)
     add("--experts", type=int, default=256)
-    add("--window", default="auto", help="of several ranks: auto, nccl or torch_symm; one rank takes local")
+    add("--window", type=lambda text: text.split(","), default="auto", help="of several ranks: auto, nccl, torch_symm")
+    add("--forms", nargs="+", choices=FORMS, default=["direct"], help="wire and combine order; one rank has the first")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, to test this program")
     add("--samples", type=int, default=25, help="replays that are timed")
     add("--repeats", type=int, default=4, help="times that a graph holds its chain")

@@ -45,9 +45,9 @@ def sizes_of(shape: str) -> dict[str, int]:
 
 def merged(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Join the samples of rounds that measured the same thing; other fields are those of the first."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
     for record in records:
-        key = (record["system"], record["shape"])
+        key = (record["system"], record["shape"], *_form(record))
         if key not in found:
             found[key] = {**record, "times_us": {op: list(samples) for op, samples in record["times_us"].items()}}
             continue
@@ -57,28 +57,46 @@ def merged(records: Sequence[Record]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def _form(record: Record) -> tuple[str, str, str]:
+    """Return window, wire and combine order of a record of ours."""
+    return record.get("window", ""), record.get("wire", "direct"), record.get("combine_order", "k")
+
+
 def shortened(record: Record) -> dict[str, Any]:
     """Return a record with medians in place of its samples."""
     medians = {op: round(statistics.median(samples), 1) for op, samples in record["times_us"].items()}
-    kept = ("system", "shape", "window", "window_bytes", "capacity_rows", "host_us", "relative_error")
+    kept = (
+        "system",
+        "shape",
+        "window",
+        "wire",
+        "combine_order",
+        "window_bytes",
+        "capacity_rows",
+        "host_us",
+        "relative_error",
+    )
     return {name: record[name] for name in kept if name in record} | {"median_us": medians}
 
 
 def limits_us(record: Record) -> dict[str, float]:
     """Return the least time of each op of a record of ours, in microseconds."""
     moved, rates, num_gpus = record["traffic"], record["rates"], record["num_gpus"]
-    wire_us = record["wire_bytes"] / rates["peer"] * 1e6 if "peer" in rates else 0.0
+    push_wire_us, pull_wire_us = wires_us(record)
     staging_us = moved["staging"] / rates["copy"] / num_gpus * 1e6
 
     def memory_us(pushed: dict[str, int]) -> float:
         data = (pushed["payload"] + pushed["scales"]) / (rates["copy"] * FAN_OUT_OVER_COPY)
-        return (data + pushed["padding"] / rates["write"]) / num_gpus * 1e6
+        by_wire = pushed.get("wire", 0) / rates["copy"]
+        return (data + pushed["padding"] / rates["write"] + by_wire) / num_gpus * 1e6
 
     def push(op: str) -> float:
-        return max(memory_us(moved[op]), wire_us)
+        return max(memory_us(moved[op]), push_wire_us)
 
     def pull(op: str) -> float:
-        return max(moved[op]["rows"] / (rates["copy"] * GATHER_OVER_COPY) / num_gpus * 1e6, wire_us)
+        gathered = moved[op]["rows"] / (rates["copy"] * GATHER_OVER_COPY)
+        by_wire = moved[op].get("wire", 0) / rates["copy"]
+        return max((gathered + by_wire) / num_gpus * 1e6, pull_wire_us)
 
     dispatch, combine = push("dispatch"), pull("combine")
     return {
@@ -91,6 +109,14 @@ def limits_us(record: Record) -> dict[str, float]:
         "copy of live rows": staging_us,
         **{f"dispatch, {word}": memory_us(pushed) for word, pushed in record.get("payloads", {}).items()},
     }
+
+
+def wires_us(record: Record) -> tuple[float, float]:
+    """Return how long a copy to a peer takes for what dispatch pushes and what combine pulls; 0 on one GPU."""
+    if "peer" not in record["rates"]:
+        return 0.0, 0.0
+    pushed, pulled = record["wire_bytes"], record.get("pull_wire_bytes", record["wire_bytes"])
+    return pushed / record["rates"]["peer"] * 1e6, pulled / record["rates"]["peer"] * 1e6
 
 
 def bytes_moved(record: Record) -> dict[str, int]:
@@ -114,39 +140,61 @@ def bytes_moved(record: Record) -> dict[str, int]:
 def table(records: Sequence[Record]) -> str:
     """Return a Markdown table with a row for each shape and op of ours, the baselines beside it."""
     names = list(BASELINES.values())
-    head = ["shape", "op", "epbuf us", "10 % to 90 %", "limit us", "% of limit", "GB/s", *names]
+    head = ["shape", "op", "epbuf us", "10 % to 90 %", "limit us", "% of limit", "% of peer copy", "GB/s", *names]
     lines = [_line(head), "|" + "---|" * len(head)]
-    ours = [record for record in records if record["system"] == "epbuf"]
-    for record in sorted(ours, key=lambda record: _order(record["shape"])):
+    for record in _ours(records):
         lines.extend(_line(row) for row in _rows(record, records))
     return "\n".join(lines)
 
 
 def _rows(record: Record, records: Sequence[Record]) -> list[list[str]]:
-    limits, moved, sizes = limits_us(record), bytes_moved(record), sizes_of(record["shape"])
-    name = ", ".join(f"{letter}={sizes[letter]}" for letter in ("R", "T", "A"))
-    rows = []
+    limits, moved, pure = (
+        limits_us(record),
+        bytes_moved(record),
+        dict(zip(("dispatch", "combine"), wires_us(record), strict=True)),
+    )
+    sizes, rows = sizes_of(record["shape"]), []
+    name = ", ".join([*(f"{letter}={sizes[letter]}" for letter in ("R", "T", "A")), *_marks(record, records)])
     payloads = sorted(op for op in record["times_us"] if op.startswith("dispatch, "))
     for op in (*OPS, *payloads):
         if op not in record["times_us"]:
             continue
         median, low, high = _spread(record["times_us"][op])
         limit = [f"{limits[op]:.0f}", f"{100 * limits[op] / median:.0f}"] if op in limits else ["", ""]
+        of_peer = f"{100 * pure[op] / median:.0f}" if pure.get(op) else ""
         rate = f"{moved[op] / median / 1e3:.0f}" if op in moved else ""
         theirs = [_baseline_us(records, system, record["shape"], op) for system in BASELINES]
-        rows.append([name, op, f"{median:.1f}", f"{low:.1f} to {high:.1f}", *limit, rate, *theirs])
+        rows.append([name, op, f"{median:.1f}", f"{low:.1f} to {high:.1f}", *limit, of_peer, rate, *theirs])
     return rows
+
+
+def _ours(records: Sequence[Record]) -> list[Record]:
+    """Return our records in the order of the tables."""
+    ours = [record for record in records if record["system"] == "epbuf"]
+    return sorted(ours, key=lambda record: (_order(record["shape"]), _form(record)))
+
+
+def _marks(record: Record, records: Sequence[Record]) -> list[str]:
+    """Return what tells a record from others of ours of the same shape."""
+    num_ranks, (window, wire, combine_order) = sizes_of(record["shape"])["R"], _form(record)
+    windows = {_form(other)[0] for other in _ours(records) if sizes_of(other["shape"])["R"] == num_ranks}
+    words = [word for word in (wire, combine_order) if word not in ("direct", "k")]
+    return [window, *words] if len(windows) > 1 else words
 
 
 def host_table(records: Sequence[Record]) -> str:
     """Return a Markdown table of what eager calls cost on the host."""
     head = ["shape", "dispatch us", "combine us", "dispatch us, grad mode", "combine us, grad mode"]
     lines = [_line(head), "|" + "---|" * len(head)]
-    ours = [record for record in records if record["system"] == "epbuf"]
-    for record in sorted(ours, key=lambda record: _order(record["shape"])):
+    for record in _ours(records):
         modes = [record["host_us"][mode] for mode in ("no_grad", "grad")]
         lines.append(
-            _line([record["shape"], *(f"{times[op]:.1f}" for times in modes for op in ("dispatch", "combine"))])
+            _line(
+                [
+                    ", ".join([record["shape"], *_marks(record, records)]),
+                    *(f"{times[op]:.1f}" for times in modes for op in ("dispatch", "combine")),
+                ]
+            )
         )
     return "\n".join(lines)
 
@@ -198,12 +246,17 @@ def curves(records: Sequence[Record]) -> tuple[str, dict[str, dict[int, float]]]
     ours = {(sizes["R"], sizes["T"]) for r in records if r["system"] == "epbuf" for sizes in [sizes_of(r["shape"])]}
     num_ranks = max({r for r, _ in ours}, key=lambda r: (sum(other == r for other, _ in ours), r))
     alignment = max(sizes_of(r["shape"])["A"] for r in records)
+    plain = min(_form(r) for r in _ours(records) if _form(r)[1:] == ("direct", "k"))
     lines: dict[str, dict[int, float]] = {}
     for record in records:
         sizes = sizes_of(record["shape"])
         if (sizes["R"], sizes["A"]) != (num_ranks, alignment):
             continue
         times = {op: statistics.median(samples) for op, samples in record["times_us"].items()}
+        if record["system"] == "epbuf" and _form(record) != plain:
+            form = ", ".join(word for word in _form(record) if word not in ("direct", "k"))
+            lines.setdefault(f"epbuf, {form}", {})[sizes["T"]] = times["step"]
+            continue
         if record["system"] != "epbuf":
             lines.setdefault(BASELINES[record["system"]], {})[sizes["T"]] = times["step"]
             continue
