@@ -30,6 +30,13 @@ def test_megatron_moe_fails_when_losses_differ(
 def test_bench_megatron_has_a_row_for_each_variant(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--tokens", "32", "--hidden", "32", "--experts", "4", "--topk", "2", "--steps", "2", "--device", "cpu"]
     assert bench.main(small) == 0
-    rows = re.findall(r"^\| ([\w, -]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", capsys.readouterr().out, re.M)
+    out = capsys.readouterr().out
+    rows = re.findall(r"^\| ([\w, -]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+)% \|$", out, re.M)
     assert [row[0] for row in rows] == ["Megatron-Core, alltoall", "epbuf, eager", "epbuf, captured"]
-    assert all(int(row[1]) > 0 for row in rows)
+    assert all(int(row[1]) > 0 and float(row[4]) < 0.01 for row in rows)
+
+
+def test_bench_megatron_ends_badly_over_wrong_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = bench.Result("epbuf, eager", [1.0], 0, 0, difference=2 * bench.TOLERANCE)
+    monkeypatch.setattr(bench, "run_on_ranks", lambda *_: [([wrong], "")])
+    assert bench.main(["--device", "cpu"]) == 1
