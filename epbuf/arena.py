@@ -70,8 +70,8 @@ class Arena:
 
         Collective: every rank of `group` calls it with the same plan. Synchronises.
 
-        With `engine="nccl_ep"` rows are moved by NCCL EP, also between hosts, under the same calls; the plan must have
-        been built for it. What differs is in epbuf/engines/README.md. With `engine="external"` rows are moved by
+        With `engine="nccl_ep"` rows are moved by NCCL EP under the same calls; the plan must have been built for it. What
+        differs, and what of it was run, is in epbuf/engines/README.md. With `engine="external"` rows are moved by
         kernels of the caller's: `dispatch` and `combine` are refused, and `lease.begin` and `lease.end` mark what those
         kernels use. All else is as for our own.
 
