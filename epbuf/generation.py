@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from epbuf import _C
+from epbuf.control import demand_peaks
 from epbuf.debug import Debug, HandOut
 from epbuf.engine import TOKEN_DTYPES, Encoded, Engine, Place, describe_progress, failure, peer_error
 from epbuf.engines import open_engine
@@ -469,7 +470,7 @@ class Generation:
 
         Shapes: [num_frames].
         """
-        return [int(rows) for rows in self.region("frame_counters").view(torch.int64)[:, 1].tolist()]
+        return [int(rows) for rows in demand_peaks(self.region("frame_counters")).tolist()]
 
     def stash_peak_rows(self) -> int:
         """Return how many rows the pages would hold that were wanted at once, at the most; 0 without. A device read."""

@@ -56,6 +56,9 @@ COPY_BYTES_PER_S = 3.64e12
 """Rates of the model behind wire="auto": a copy to a peer, one way, and a row read once and written several times.
 Source: measured on two H200 of one host, and on one."""
 
+NCCL_EP_EXPERTS_MULTIPLE = 4
+"""NCCL EP moves the weights of the experts of an NVLink domain in pieces of 16 bytes: four of float32."""
+
 NCCL_EP_MAX_SMS = 256
 """Multiprocessors for which a handle of NCCL EP has scratch, at the most: those of the device."""
 
@@ -779,7 +782,11 @@ def _check_nccl_ep(config: EpConfig, capacity_rows: int, policies: RecvPolicies)
             f"num_topk={config.num_topk}",
             f"at most num_experts={config.num_experts}",
         ),
-        (config.num_experts % 4 != 0, f"num_experts={config.num_experts}", "a multiple of 4"),
+        (
+            config.num_experts % NCCL_EP_EXPERTS_MULTIPLE != 0,
+            f"num_experts={config.num_experts}",
+            f"a multiple of {NCCL_EP_EXPERTS_MULTIPLE}",
+        ),
         (
             capacity_rows < config.max_tokens_per_rank,
             f"a capacity of {capacity_rows} rows",
