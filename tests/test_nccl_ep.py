@@ -203,8 +203,7 @@ def _open(group: Any, config: epbuf.EpConfig, num_frames: int = 1) -> epbuf.Aren
 
 
 def _case(routing: str, num_ranks: int, alignment: int, token_dtype: str = "fp32") -> Case:
-    case = named_case(routing, num_ranks, alignment, token_dtype, num_experts=4 * num_ranks)
-    return case
+    return named_case(routing, num_ranks, alignment, token_dtype, num_experts=4 * num_ranks)
 
 
 def _rounds(rank: int, group: Any, case: Case, weighted: bool) -> dict[str, Tensor]:
