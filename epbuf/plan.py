@@ -794,7 +794,11 @@ def _check_nccl_ep(config: EpConfig, capacity_rows: int, policies: RecvPolicies)
         ),
         (policies != "keep", f"recv_policy={policies!r}", "'keep'"),
         (config.wire != "direct", f"wire={config.wire!r}", "'direct': it sends a token once for each rank anyway"),
-        (config.combine_order != "k", f"combine_order={config.combine_order!r}", "'k'; its own order is in the table"),
+        (
+            config.combine_order != "k",
+            f"combine_order={config.combine_order!r}",
+            "'k'; its own order is in epbuf/engines/README.md",
+        ),
         (bool(config.alias), f"alias={config.alias!r}", "no alias"),
         (
             config.combine_grad_payload.format != "same",
@@ -806,7 +810,7 @@ def _check_nccl_ep(config: EpConfig, capacity_rows: int, policies: RecvPolicies)
             f"dispatch_payload={_payload_word(config.dispatch_payload)!r}",
             "'same', 'mxfp8', 'fp8_block128' or raw, with compact scales",
         ),
-    ]  # fmt: skip
+    ]
     for is_wrong, found, wanted in facts:
         if is_wrong:
             raise ConfigError(f"Plan.build(engine='nccl_ep') found {found} and takes {wanted}; or use engine='native'")
@@ -821,8 +825,8 @@ def _nccl_ep_token_bytes(config: EpConfig) -> int:
 def _nccl_ep_bytes(config: EpConfig, capacity_rows: int) -> int:
     """Return the bytes of a group's shared buffers: rows, each token once, and weights, both ways; scales; routing."""
     token_bytes, num_tokens = _nccl_ep_token_bytes(config), config.num_ranks * config.max_tokens_per_rank
-    rows, weights = num_tokens * token_bytes, capacity_rows * config.num_experts * 4
-    routing = num_tokens * -(-config.num_experts // 8)
+    rows, weights = num_tokens * token_bytes, capacity_rows * config.num_experts * _ITEM_BYTES["float32"]
+    routing = num_tokens * -(-config.num_experts // 8)  # a bit for each expert
     return 2 * (rows + weights) + capacity_rows * token_bytes + routing
 
 
