@@ -490,8 +490,8 @@ struct WireKernel {
   std::int64_t slot_map;  // region [T, K] int64, read at the peers
   std::uint64_t wire;     // wire_rows of this rank
   WireFormat wire_format;
-  std::uint64_t rows;                // recv_tokens or grad_expert_out; expert_out or grad_recv_tokens
-  std::uint64_t scales, row_scales;  // of the first two; 0: none
+  std::uint64_t rows;    // recv_tokens or grad_expert_out; expert_out or grad_recv_tokens
+  std::uint64_t scales;  // of the first two; 0: none
   std::int64_t row_bytes;
   std::int64_t scale_bytes;  // of a row as it travels
   std::int32_t max_tokens, num_topk;

@@ -7,7 +7,7 @@ are still in use.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
@@ -70,8 +70,8 @@ class Arena:
 
         Collective: every rank of `group` calls it with the same plan. Synchronises.
 
-        With `engine="nccl_ep"` rows are moved by NCCL EP, also between hosts, under the same calls; the plan must have
-        been built for it. What differs is in epbuf/engines/README.md. With `engine="external"` rows are moved by
+        With `engine="nccl_ep"` rows are moved by NCCL EP under the same calls; the plan must have been built for it.
+        What differs, and what of it was run, is in epbuf/engines/README.md. With `engine="external"` rows are moved by
         kernels of the caller's: `dispatch` and `combine` are refused, and `lease.begin` and `lease.end` mark what those
         kernels use. All else is as for our own.
 
@@ -81,8 +81,8 @@ class Arena:
 
         Raises:
             CaptureError: a graph is being captured.
-            ConfigError: the group has another size than the plan; device, window or engine do not fit; a package that
-                the engine needs is missing, here or on the rank that is named.
+            ConfigError: the group has another size than the plan; device, window or engine do not fit; a rank asks for
+                another engine; a package that the engine needs is missing, here or on the rank that is named.
             PlanMismatchError: another rank brought another plan; raised on every rank.
             NativeError: some rank could not allocate; raised on every rank.
         """
@@ -120,7 +120,7 @@ class Arena:
         Raises:
             CaptureError: a graph is being captured.
             ConfigError: the group has another size than the plan; the tensor does not fit, on this rank or on the one
-                that is named; another arena lies in it.
+                that is named; another arena lies in it; another rank does not adopt.
             PlanMismatchError: another rank brought another plan; raised on every rank.
         """
         _refuse_allocation("Arena.adopt", "adopt the memory before the capture and use the arena's leases inside")
@@ -128,6 +128,7 @@ class Arena:
         _refuse_inference_mode("Arena.adopt")
         ranks = as_group(group)
         with torch.no_grad():
+            _agree_on_way("adopted", "", ranks)
             _agree(plan, ranks)
             _agree_on_memory(plan, tensor, ranks)
         _device_of(tensor.device, ranks)
@@ -204,9 +205,8 @@ class Arena:
         check_growth(old.plan, plan)
         is_debugged = old.debug is not None
         if old.window.kind == "adopted":
-            _agree_on_memory(plan, tensor, self._group)
-            assert tensor is not None, "checked"
-            fresh = Generation.adopt(plan, self._group, tensor, registration, debug=is_debugged)
+            memory = _agree_on_memory(plan, tensor, self._group)
+            fresh = Generation.adopt(plan, self._group, memory, registration, debug=is_debugged)
         else:
             _refuse_memory(tensor, old.window.kind)
             fresh = Generation.allocate(plan, self._group, old.window.kind, self._engine, old.device, debug=is_debugged)
@@ -595,33 +595,44 @@ def _agree(plan: Plan, group: Group) -> None:
 
 
 def _agree_on_engine(engine: str, plan: Plan, device: torch.device | str | None, group: Group) -> None:
-    """Raise on every rank unless the engine can be opened on each: a rank may lack its packages."""
-    if engine == "native" and plan.engine == "native":
-        return
-    trouble = ""
+    """Raise on every rank unless all ask for one engine, and each can open it: a rank may lack its packages."""
+    trouble = _trouble_of(lambda: check_fit(engine, plan, _device_of(device, group)))
+    _agree_on_way(engine, trouble, group)
+
+
+def _agree_on_way(way: str, trouble: str, group: Group) -> None:
+    """Raise on every rank unless all open their arena in one way: an engine's word, or "adopted"."""
+    ways, troubles = zip(*group.all_gather((way, trouble)), strict=True)
+    _raise_first(trouble, troubles, "cannot open this engine")
+    other = next((rank for rank, word in enumerate(ways) if word != ways[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"rank 0 opens {ways[0]}, rank {other} opens {ways[other]}, and their kernels do not wait for each other: "
+            "let all ranks make the same call, Arena.open with one engine= or Arena.adopt"
+        )
+
+
+def _trouble_of(check: Callable[[], object]) -> str:
+    """Return the message of the ConfigError that a check raises; nothing if it raises none."""
     try:
-        check_fit(engine, plan, _device_of(device, group))
+        check()
     except ConfigError as error:
-        trouble = str(error)
-    _raise_together(trouble, group, "cannot open this engine")
+        return str(error)
+    return ""
 
 
-def _raise_together(trouble: str, group: Group, what: str) -> None:
-    """Raise ConfigError on every rank if one has trouble: its own, or the first other rank's."""
-    troubles = group.all_gather(trouble)
+def _raise_first(trouble: str, troubles: Sequence[str], what: str) -> None:
+    """Raise ConfigError if a rank has trouble: this rank's own, or the first other rank's."""
     first = next((rank for rank, text in enumerate(troubles) if text), None)
     if first is not None:
         raise ConfigError(trouble or f"rank {first} {what}: {troubles[first]}")
 
 
-def _agree_on_memory(plan: Plan, tensor: object, group: Group) -> None:
-    """Raise on every rank unless each brought a tensor that the plan's window can lie in."""
-    trouble = ""
-    try:
-        _check_unused(check_adoptable(tensor, plan.total_bytes), plan.total_bytes)
-    except ConfigError as error:
-        trouble = str(error)
-    _raise_together(trouble, group, "brought memory that cannot be adopted")
+def _agree_on_memory(plan: Plan, tensor: Any, group: Group) -> torch.Tensor:
+    """Return the tensor that the plan's window shall lie in; raise on every rank unless each brought one that fits."""
+    trouble = _trouble_of(lambda: _check_unused(check_adoptable(tensor, plan.total_bytes), plan.total_bytes))
+    _raise_first(trouble, group.all_gather(trouble), "brought memory that cannot be adopted")
+    return cast(torch.Tensor, tensor)
 
 
 def _check_unused(tensor: torch.Tensor, nbytes: int) -> None:

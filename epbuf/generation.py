@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
-from epbuf import _C
+from epbuf import _C, marks
+from epbuf.control import demand_peaks
 from epbuf.debug import Debug, HandOut
-from epbuf.engine import TOKEN_DTYPES, Encoded, Engine, Place, describe_progress, failure, peer_error
+from epbuf.engine import TOKEN_DTYPES, Encoded, Engine, describe_progress, failure, peer_error
 from epbuf.engines import open_engine
 from epbuf.engines.external import ExternalEngine
 from epbuf.errors import ConfigError, EpbufError, LeaseError, NativeError, PeerTimeoutError
-from epbuf.lease import Graph, Lease, LeaseBook, Use, caller, make_ticket_tensor
+from epbuf.lease import Graph, Lease, LeaseBook, Use, caller
 from epbuf.plan import STASH_PAGE_ROWS, Lifetime, Plan, RecvPolicy, Region
 from epbuf.windows import Window, nccl
 from epbuf.windows.adopted import AdoptedWindow
@@ -310,65 +310,11 @@ class Generation:
 
     def begin_use(self, lease: Lease, use: Use) -> None:
         """Begin a use of a lease's frame, and of a workspace, by kernels that are not ours; as `Lease.begin` says."""
-        engine, book, frame = self._external("begin", use), self.book, lease.frame
-        if use == "backward" and self.plan.config.inference_only:
-            raise ConfigError(
-                'begin("backward") of a plan with inference_only=True, which has no regions for gradients; build it '
-                "with inference_only=False"
-            )
-        self.raise_pending()
-        ticket = book.begin_use(frame, lease.serial, use)
-        recorded_in = ticket.recorded_in if ticket is not None else None
-        workspace = frame if use == "frame" else book.workspace(frame, use)
-        assert workspace is not None, "begin_use claimed it"
-        try:
-            graph = book.touch(frame, recorded_in)
-            engine.enter(Place(frame, workspace), use)
-        except BaseException:
-            book.end_use(frame, lease.serial, use)
-            raise
-        if use == "forward":
-            state = book.open_ticket(frame, lease.serial, 0, self.capacity_rows, graph)
-            lease.ticket = make_ticket_tensor(book, state.serial)
-            engine.open_frame(frame)
-        elif use == "backward" and book.recording is not None and recorded_in not in (None, book.recording.key):
-            engine.expect_open(frame)
-        if use != "frame":
-            increment_version(self._filled_by(frame, workspace, use))
+        marks.begin_use(self, lease, use)
 
     def end_use(self, lease: Lease, use: Use, total_recv_tokens: torch.Tensor | None) -> None:
         """End a use that `begin_use` began; as `Lease.end` says."""
-        engine, book, frame = self._external("end", use), self.book, lease.frame
-        _check_demand(self.device, use, total_recv_tokens)
-        held = frame if use == "frame" else book.workspace(frame, use)
-        ticket = book.end_use(frame, lease.serial, use)
-        assert held is not None, "a use that has begun has its workspace"
-        book.touch(frame, ticket.recorded_in if ticket is not None else None)
-        engine.enter(Place(frame, held), use)
-        if total_recv_tokens is not None:
-            book.note_overflow(frame, engine.note_demand(frame, total_recv_tokens))
-        if use == "backward" and ticket is not None and not ticket.returned:
-            engine.close_frame(frame)
-            ticket.returned = True
-
-    def _external(self, call: str, use: Use) -> ExternalEngine:
-        if not isinstance(self.engine, ExternalEngine):
-            raise ConfigError(
-                f"{call}() marks the use by kernels that are not ours, and this arena has an engine whose dispatch and "
-                'combine mark theirs: call those, or open the arena with engine="external"'
-            )
-        if use not in ("frame", "forward", "backward"):
-            raise ConfigError(f'{call}() takes "forward", "backward" or "frame", found {use!r}')
-        if torch.compiler.is_compiling():
-            raise ConfigError(f"{call}() inside torch.compile, whose code would not run it again; call it around that")
-        return self.engine
-
-    def _filled_by(self, frame: int, workspace: int, use: Lifetime) -> list[torch.Tensor]:
-        """Return the regions that kernels of a use may write: those of its workspace, and in a forward the frame's."""
-        sets: list[tuple[Lifetime, int]] = [(use, workspace)]
-        if use == "forward":
-            sets.append(("frame", frame))
-        return [self.region(r.name, r.index, r.lifetime) for at in sets for r in self.plan.regions_of(*at)]
+        marks.end_use(self, lease, use, total_recv_tokens)
 
     def index_at(self, name: str, tensor: torch.Tensor) -> int:
         """Return which of the regions of a name a tensor is.
@@ -469,7 +415,7 @@ class Generation:
 
         Shapes: [num_frames].
         """
-        return [int(rows) for rows in self.region("frame_counters").view(torch.int64)[:, 1].tolist()]
+        return [int(rows) for rows in demand_peaks(self.region("frame_counters")).tolist()]
 
     def stash_peak_rows(self) -> int:
         """Return how many rows the pages would hold that were wanted at once, at the most; 0 without. A device read."""
@@ -589,19 +535,6 @@ class Generation:
             packed = op << 28 | frame << 14 | workspace
             lines.append(f"rank {peer}: call {call}, {describe_progress(packed) if call else 'none yet'}")
         return lines
-
-
-def _check_demand(device: torch.device, use: Use, num_rows: object) -> None:
-    if num_rows is None:
-        return
-    if use != "forward":
-        raise ConfigError(f'total_recv_tokens is of end("forward"), found it in end("{use}"); leave it out there')
-    found = type(num_rows).__name__
-    if isinstance(num_rows, torch.Tensor):
-        if num_rows.shape == (1,) and num_rows.dtype in (torch.int32, torch.int64) and num_rows.device == device:
-            return
-        found = f"{list(num_rows.shape)} {num_rows.dtype} on {num_rows.device}"
-    raise ConfigError(f"total_recv_tokens must be a tensor [1] int32 or int64 on {device}, found {found}")
 
 
 def _leak(*memory: object) -> None:

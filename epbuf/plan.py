@@ -56,6 +56,9 @@ COPY_BYTES_PER_S = 3.64e12
 """Rates of the model behind wire="auto": a copy to a peer, one way, and a row read once and written several times.
 Source: measured on two H200 of one host, and on one."""
 
+NCCL_EP_EXPERTS_MULTIPLE = 4
+"""NCCL EP moves the weights of the experts of an NVLink domain in pieces of 16 bytes: four of float32."""
+
 NCCL_EP_MAX_SMS = 256
 """Multiprocessors for which a handle of NCCL EP has scratch, at the most: those of the device."""
 
@@ -779,7 +782,11 @@ def _check_nccl_ep(config: EpConfig, capacity_rows: int, policies: RecvPolicies)
             f"num_topk={config.num_topk}",
             f"at most num_experts={config.num_experts}",
         ),
-        (config.num_experts % 4 != 0, f"num_experts={config.num_experts}", "a multiple of 4"),
+        (
+            config.num_experts % NCCL_EP_EXPERTS_MULTIPLE != 0,
+            f"num_experts={config.num_experts}",
+            f"a multiple of {NCCL_EP_EXPERTS_MULTIPLE}",
+        ),
         (
             capacity_rows < config.max_tokens_per_rank,
             f"a capacity of {capacity_rows} rows",
@@ -787,7 +794,11 @@ def _check_nccl_ep(config: EpConfig, capacity_rows: int, policies: RecvPolicies)
         ),
         (policies != "keep", f"recv_policy={policies!r}", "'keep'"),
         (config.wire != "direct", f"wire={config.wire!r}", "'direct': it sends a token once for each rank anyway"),
-        (config.combine_order != "k", f"combine_order={config.combine_order!r}", "'k'; its own order is in the table"),
+        (
+            config.combine_order != "k",
+            f"combine_order={config.combine_order!r}",
+            "'k'; its own order is in epbuf/engines/README.md",
+        ),
         (bool(config.alias), f"alias={config.alias!r}", "no alias"),
         (
             config.combine_grad_payload.format != "same",
@@ -799,7 +810,7 @@ def _check_nccl_ep(config: EpConfig, capacity_rows: int, policies: RecvPolicies)
             f"dispatch_payload={_payload_word(config.dispatch_payload)!r}",
             "'same', 'mxfp8', 'fp8_block128' or raw, with compact scales",
         ),
-    ]  # fmt: skip
+    ]
     for is_wrong, found, wanted in facts:
         if is_wrong:
             raise ConfigError(f"Plan.build(engine='nccl_ep') found {found} and takes {wanted}; or use engine='native'")
@@ -814,8 +825,8 @@ def _nccl_ep_token_bytes(config: EpConfig) -> int:
 def _nccl_ep_bytes(config: EpConfig, capacity_rows: int) -> int:
     """Return the bytes of a group's shared buffers: rows, each token once, and weights, both ways; scales; routing."""
     token_bytes, num_tokens = _nccl_ep_token_bytes(config), config.num_ranks * config.max_tokens_per_rank
-    rows, weights = num_tokens * token_bytes, capacity_rows * config.num_experts * 4
-    routing = num_tokens * -(-config.num_experts // 8)
+    rows, weights = num_tokens * token_bytes, capacity_rows * config.num_experts * _ITEM_BYTES["float32"]
+    routing = num_tokens * -(-config.num_experts // 8)  # a bit for each expert
     return 2 * (rows + weights) + capacity_rows * token_bytes + routing
 
 

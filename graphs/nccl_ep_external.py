@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import epbuf
-from epbuf.engines.nccl_ep import missing
+from epbuf.engines.nccl_ep_library import missing
 
 NUM_TOPK, HIDDEN, MAX_TOKENS, ALIGNMENT = 4, 512, 64, 16
 DEVICE = "cuda"

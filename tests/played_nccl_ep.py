@@ -30,7 +30,7 @@ class PlayedLibrary:
         self.plan, self.group = plan, group
         self.num_live = 0
 
-    def gather(self, rows: Tensor, rank: int) -> None:
+    def all_gather(self, rows: Tensor, rank: int) -> None:
         for source, row in enumerate(self.group.all_gather(rows[rank].clone())):
             rows[source] = row
 

@@ -507,6 +507,27 @@ def test_other_plan_is_refused_on_all(spread: Spread) -> None:
     assert all("max_tokens_per_rank" in message for message in spread(2, _other_plan))
 
 
+def _other_way(rank: int, group: Any, ways: tuple[str, str]) -> str:
+    plan = plan_of(size_of(group))
+    opened: dict[str, Callable[[], Any]] = {
+        "native": lambda: epbuf.Arena.open(plan, group),
+        "external": lambda: epbuf.Arena.open(plan, group, engine="external"),
+        "adopted": lambda: epbuf.Arena.adopt(plan, memory_of(plan), group),
+    }
+    return raised(ConfigError, opened[ways[rank]])
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [("native", "external"), ("external", "native"), ("adopted", "external"), ("native", "adopted")],
+    ids="-".join,
+)
+def test_ranks_that_open_in_another_way_are_named_on_all(spread: Spread, ways: tuple[str, str]) -> None:
+    """Kernels of two kinds would wait for each other's signals until the time-out."""
+    for message in spread(2, _other_way, ways):
+        assert f"rank 0 opens {ways[0]}" in message and f"rank 1 opens {ways[1]}" in message
+
+
 def test_memory_of_an_open_arena_is_not_adopted_twice() -> None:
     plan, larger = plan_of(1), plan_of(1, max_tokens_per_rank=9)
     memory = memory_of(larger)

@@ -23,6 +23,7 @@ TABLE = (
     ("engine",),
     ("engines",),
     ("lease", "debug"),  # a lease knows its arena by a protocol
+    ("marks",),  # knows the memory by a protocol
     ("generation",),  # makes a book of leases
     ("arena",),  # acquire() makes leases
     ("checks",),
@@ -84,12 +85,12 @@ def test_file_imports_only_from_lower_floors(file: Path) -> None:
 @pytest.mark.parametrize(
     ("unit", "source", "fault"),
     [
-        ("plan", "from epbuf.arena import Arena", "plan (floor 2) imports arena (floor 8)"),
+        ("plan", "from epbuf.arena import Arena", "plan (floor 2) imports arena (floor 9)"),
         ("config", "from epbuf import schedule", "config (floor 1) imports schedule (floor 1)"),
         ("plan", "def f():\n    import torch.nn", "plan (floor 2) imports torch.nn"),
         ("errors", "from epbuf import _C", "errors (floor 0) imports epbuf._C"),
-        ("ops", "import epbuf", "ops (floor 10) imports all of epbuf"),
-        ("ops", "from epbuf.helpers import x", "ops (floor 10) imports helpers (floor None)"),
+        ("ops", "import epbuf", "ops (floor 11) imports all of epbuf"),
+        ("ops", "from epbuf.helpers import x", "ops (floor 11) imports helpers (floor None)"),
     ],
 )
 def test_wrong_import_is_found(unit: str, source: str, fault: str) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 import epbuf
 from epbuf import reference
 from epbuf.engine import Encoded
-from epbuf.engines import nccl_ep
+from epbuf.engines import nccl_ep, nccl_ep_library
 from epbuf.errors import CapacityError, ConfigError, LeaseError
 
 MIB = 1 << 20
@@ -99,8 +99,10 @@ def test_unknown_engine_of_a_plan_is_refused() -> None:
 
 
 def test_experts_of_a_domain_are_checked_when_domains_are_known() -> None:
-    nccl_ep._check_domains(8, 2)
-    assert "found 4 NVLink domains with 2 of num_experts=8" in raised(ConfigError, lambda: nccl_ep._check_domains(8, 4))
+    nccl_ep_library._check_domains(8, 2)
+    assert "found 4 NVLink domains with 2 of num_experts=8" in raised(
+        ConfigError, lambda: nccl_ep_library._check_domains(8, 4)
+    )
 
 
 # What is not there
@@ -133,8 +135,8 @@ def test_broken_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError("libnccl_ep.so: cannot open")
         return real(name, *args, **options)
 
-    monkeypatch.setattr(nccl_ep.importlib, "import_module", lambda name: broken(name))
-    assert "OSError: libnccl_ep.so: cannot open" in nccl_ep.missing()
+    monkeypatch.setattr(nccl_ep_library.importlib, "import_module", lambda name: broken(name))
+    assert "OSError: libnccl_ep.so: cannot open" in nccl_ep_library.missing()
     assert "nccl" not in sys.modules
 
 
@@ -201,8 +203,7 @@ def _open(group: Any, config: epbuf.EpConfig, num_frames: int = 1) -> epbuf.Aren
 
 
 def _case(routing: str, num_ranks: int, alignment: int, token_dtype: str = "fp32") -> Case:
-    case = named_case(routing, num_ranks, alignment, token_dtype, num_experts=4 * num_ranks)
-    return case
+    return named_case(routing, num_ranks, alignment, token_dtype, num_experts=4 * num_ranks)
 
 
 def _rounds(rank: int, group: Any, case: Case, weighted: bool) -> dict[str, Tensor]:
@@ -481,9 +482,9 @@ def test_combine_reads_our_region_in_place(pool: Pool) -> None:
 def test_wire_dtype_of_raw_bytes() -> None:
     """Raw rows travel as bytes under the name of a float that the library knows."""
     raw = torch.arange(64, dtype=torch.uint8).view(2, 32)
-    assert nccl_ep._as_wire(Encoded(raw)).dtype == torch.bfloat16
-    assert nccl_ep._as_wire(Encoded(raw, raw)).dtype == torch.float8_e4m3fn
-    assert nccl_ep._as_wire(Encoded(raw)).view(torch.uint8).equal(raw)
+    assert nccl_ep_library._as_wire(Encoded(raw)).dtype == torch.bfloat16
+    assert nccl_ep_library._as_wire(Encoded(raw, raw)).dtype == torch.float8_e4m3fn
+    assert nccl_ep_library._as_wire(Encoded(raw)).view(torch.uint8).equal(raw)
 
 
 def _early(rank: int, group: Any) -> str:

@@ -93,8 +93,7 @@ __device__ __forceinline__ Addends list_addends(const PullKernel& k, std::int64_
   const Companies companies(slots, k.num_topk, lane);
   Addend low{slots.low, companies.low}, high{slots.high, companies.high};
   const bool low_counts = low.counts(k.call.rank), high_counts = high.counts(k.call.rank);
-  const std::uint64_t counting = static_cast<std::uint64_t>(__ballot_sync(kAllLanes, high_counts)) << kWarpSize |
-                                 __ballot_sync(kAllLanes, low_counts);
+  const std::uint64_t counting = ballot_topk(low_counts, high_counts);
   std::int32_t own_begin = 0;
   for (std::uint64_t rest = counting; rest != 0; rest &= rest - 1) {
     const std::int32_t topk = __ffsll(rest) - 1;

@@ -236,6 +236,13 @@ void tile(const CudaContext& context, const KernelCall& kernel_call, const Dispa
   launch_tile(k, context.geometry().capacity_rows, context.target(call.stream));
 }
 
+// What is left to do here once all ranks' rows have arrived.
+void put_in_place(const CudaContext& context, const KernelCall& kernel_call, const DispatchCall& call,
+                  const PushTarget& target) {
+  expand(context, kernel_call, call, target);
+  tile(context, kernel_call, call, target);
+}
+
 // `staged_weights` 0: the weights of the call are factors of its rows.
 void stage(const CudaContext& context, const KernelCall& kernel_call, const CombineCall& call,
            std::uint64_t staged_rows, std::uint64_t staged_weights) {
@@ -325,8 +332,7 @@ void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases
   const std::uint32_t set_open = call.repeats != 0 ? 0 : kSignalSetOpen;
   launch_steps(context, arrived,
                steps_of(phases, kSignalBegin | kSignalPublish, kSignalAwait | kSignalJudge | set_open), call.stream);
-  if ((phases & 2) && moves) expand(context, kernel_call, call, context.forward_target(call));
-  if ((phases & 2) && moves) tile(context, kernel_call, call, context.forward_target(call));
+  if ((phases & 2) && moves) put_in_place(context, kernel_call, call, context.forward_target(call));
 }
 
 // Phases: stage, add for the peers, publish READY; await it, pull, publish ACK; when refused, await ACK.
@@ -362,8 +368,7 @@ void issue_combine_backward(const CudaContext& context, const DispatchCall& call
   if ((phases & 2) && moves) push(context, kernel_call, call, context.backward_target(call));
   launch_steps(context, unrefusing(go, kPhaseGradArrived, backward.grad_arrived_cells),
                steps_of(phases, 0, kSignalPublish, kSignalAwait), call.stream);
-  if ((phases & 4) && moves) expand(context, kernel_call, call, context.backward_target(call));
-  if ((phases & 4) && moves) tile(context, kernel_call, call, context.backward_target(call));
+  if ((phases & 4) && moves) put_in_place(context, kernel_call, call, context.backward_target(call));
 }
 
 // Phases: begin the use if no combine backward did, stage, add for the peers, publish READY; await it, pull, publish

@@ -13,7 +13,18 @@ __device__ __forceinline__ std::int32_t rank_of(std::int64_t slot) {  // of kNoS
 
 __device__ __forceinline__ std::int64_t row_of(std::int64_t slot) { return slot & 0xFFFFFFFF; }
 
-// Slots k = lane and lane + 32; kNoSlot beyond num_topk.
+// What belongs to k is held by lane k % 32: as `low` below 32, else as `high`. Bit k: whether it is so for k.
+__device__ __forceinline__ std::uint64_t ballot_topk(bool low, bool high) {
+  return static_cast<std::uint64_t>(__ballot_sync(kAllLanes, high)) << kWarpSize | __ballot_sync(kAllLanes, low);
+}
+
+// What is held for k; the whole warp asks for the same one.
+template <typename Held>
+__device__ __forceinline__ Held held_for(std::int32_t k, Held low, Held high) {
+  return __shfl_sync(kAllLanes, k < static_cast<std::int32_t>(kWarpSize) ? low : high, k % kWarpSize);
+}
+
+// kNoSlot beyond num_topk.
 struct Slots {
   std::int64_t low = kNoSlot, high = kNoSlot;
 
@@ -25,15 +36,11 @@ struct Slots {
     return slots;
   }
 
-  // The whole warp asks for the same k.
-  __device__ __forceinline__ std::int64_t at(std::int32_t k) const {
-    return __shfl_sync(kAllLanes, k < static_cast<std::int32_t>(kWarpSize) ? low : high, k % kWarpSize);
-  }
+  __device__ __forceinline__ std::int64_t at(std::int32_t k) const { return held_for(k, low, high); }
 
   // Bit k: slot k is on `rank`.
   __device__ __forceinline__ std::uint64_t on(std::int32_t rank) const {
-    return static_cast<std::uint64_t>(__ballot_sync(kAllLanes, rank_of(high) == rank)) << kWarpSize |
-           __ballot_sync(kAllLanes, rank_of(low) == rank);
+    return ballot_topk(rank_of(low) == rank, rank_of(high) == rank);
   }
 };
 
@@ -83,19 +90,13 @@ __device__ __forceinline__ std::uint32_t num_peer_items(const WireKernel& k) {
          static_cast<std::uint32_t>(k.num_splits);
 }
 
-// Rows of this rank that slots k = lane and lane + 32 of a token are; -1: none.
+// Rows of this rank that the slots of a token are; -1: none.
 struct RowsHere {
   std::int32_t low = -1, high = -1;
 
   // Bit k: slot k is here.
-  __device__ __forceinline__ std::uint64_t mask() const {
-    return static_cast<std::uint64_t>(__ballot_sync(kAllLanes, high >= 0)) << kWarpSize |
-           __ballot_sync(kAllLanes, low >= 0);
-  }
-  // The whole warp asks for the same k.
-  __device__ __forceinline__ std::int64_t at(std::int32_t k) const {
-    return __shfl_sync(kAllLanes, k < static_cast<std::int32_t>(kWarpSize) ? low : high, k % kWarpSize);
-  }
+  __device__ __forceinline__ std::uint64_t mask() const { return ballot_topk(low >= 0, high >= 0); }
+  __device__ __forceinline__ std::int64_t at(std::int32_t k) const { return held_for(k, low, high); }
 };
 
 // None beyond the last item. Asked for one item ahead: slots of a peer come from its memory.

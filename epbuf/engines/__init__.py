@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from epbuf.engine import Engine, NativeEngine, check_raw_grad
-from epbuf.engines import nccl_ep
 from epbuf.engines.external import ExternalEngine
+from epbuf.engines.nccl_ep import NcclEpEngine
+from epbuf.engines.nccl_ep_library import missing
 from epbuf.errors import ConfigError
 from epbuf.plan import Plan
 from epbuf.windows import Window
@@ -44,7 +45,7 @@ def check_fit(word: str, plan: Plan, device: torch.device) -> None:
             f'Arena.open(engine="nccl_ep") with a plan for {plan.engine!r}, which has no room for its handles: build '
             'it with Plan.build(config, schedule, engine="nccl_ep")'
         )
-    trouble = nccl_ep.missing()
+    trouble = missing()
     if trouble:
         raise ConfigError(trouble)
     if device.type != "cuda":
@@ -63,6 +64,6 @@ def open_engine(word: str, plan: Plan, group: Group, window: Window, device: tor
     if word == "external":
         return ExternalEngine(plan, window, device)
     if word == "nccl_ep":
-        return nccl_ep.NcclEpEngine(plan, group, window, device)
+        return NcclEpEngine(plan, group, window, device)
     check_raw_grad(plan)
     return NativeEngine(plan, group.rank, window, device)

@@ -9,6 +9,7 @@ import torch
 from epbuf import _C
 from epbuf.control import ControlWords
 from epbuf.engine import Encoded, OnStreams, Place, Rows, StreamOrder
+from epbuf.engines.regions import RegionTensors
 from epbuf.plan import Plan
 from epbuf.windows import Window
 
@@ -25,17 +26,9 @@ class ExternalEngine(OnStreams):
         self.synchronous = device.type == "cpu"
         self._streams = None if self.synchronous else StreamOrder(device, is_one_order=False)
         self._capacity_rows = plan.capacity_rows
-        frames = range(plan.schedule.num_frames)
-
-        def bytes_of(name: str, index: int = 0) -> torch.Tensor:
-            region = plan.region(name, index)
-            return window.bytes_at(region.offset, region.nbytes)
-
-        self._words = ControlWords(bytes_of("control"))
-        counters = bytes_of("frame_counters").view(len(frames), -1)
-        self._open = counters.view(torch.int32)[:, 1]  # `FrameCounters` of csrc/layout.h: round, open, demand peak
-        self._peaks = counters.view(torch.int64)[:, 1]
-        self._overflow = [bytes_of("overflow", frame).view(torch.float32) for frame in frames]
+        regions = RegionTensors(plan, window)
+        self._words = ControlWords(regions.one("control"), regions.one("frame_counters"))
+        self._overflow = regions.all("overflow")
 
     def enter(self, place: Place, use: str) -> None:
         """Let the current stream wait for the last users of a frame and a workspace, and be the last from now on."""
@@ -45,19 +38,18 @@ class ExternalEngine(OnStreams):
     @torch.no_grad()
     def open_frame(self, frame: int) -> None:
         """Note on the device that a forward has begun whose backward is still to come."""
-        self._open[frame].fill_(1)
+        self._words.open_frame(frame)
         self._overflow[frame].zero_()
 
     @torch.no_grad()
     def expect_open(self, frame: int) -> None:
         """Count an early reuse if the frame's backward has run since its forward."""
-        self._words.word("num_early_reuses").add_(self._open[frame] == 0)
-        self._words.mirror()
+        self._words.expect_open(frame)
 
     @torch.no_grad()
     def close_frame(self, frame: int) -> None:
         """Note on the device that a backward has run."""
-        self._open[frame].zero_()
+        self._words.close_frame(frame)
 
     @torch.no_grad()
     def note_demand(self, frame: int, num_rows: torch.Tensor) -> torch.Tensor:
@@ -66,8 +58,8 @@ class ExternalEngine(OnStreams):
         Shapes: num_rows [1] int32 or int64 device; result [1] float32.
         """
         rows = num_rows.to(torch.int64)
-        peak, is_over = self._peaks[frame : frame + 1], rows > self._capacity_rows
-        torch.maximum(peak, rows, out=peak)
+        is_over = rows > self._capacity_rows
+        self._words.note_demand(frame, rows)
         self._overflow[frame].copy_(is_over)
         self._words.word("num_overflows").add_(is_over)
         self._words.mirror()
@@ -90,7 +82,7 @@ class ExternalEngine(OnStreams):
 
     def close(self, *, is_healthy: bool = True) -> None:
         """Let go of the window."""
-        del self._words, self._open, self._peaks, self._overflow
+        del self._words, self._overflow
 
     def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
         _not_ours("dispatch")

@@ -1,6 +1,7 @@
 """Symmetric memory behind one small protocol.
 
-A window is one allocation per rank, of the same size on every rank, that all ranks of a group can address.
+A window is one allocation per rank, of the same size on every rank, that all ranks of a group can address. Kinds "own"
+and "adopted" are a rank's own bytes, for engines whose library reaches the peers by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ class Window(Protocol):
 
     Attributes:
         kind: the word that `Arena.open(window=)` takes.
-        peers: base address of every rank's bytes as mapped in this process, by rank.
+        peers: base address of every rank's bytes as mapped in this process, by rank; what a kind has in place of ranks
+            that are not mapped, it says.
     """
 
     kind: str

@@ -54,7 +54,10 @@ def check_adoptable(tensor: object, nbytes: int) -> torch.Tensor:
         ConfigError: it is none of [n] uint8, contiguous, on cpu or cuda, at a multiple of 256 bytes, n >= nbytes.
     """
     if type(tensor) not in _PLAIN or not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"adopt() takes a plain torch.Tensor [n] uint8, found {type(tensor).__name__}")
+        raise ConfigError(
+            f"adopt() takes a plain torch.Tensor [n] uint8, found {type(tensor).__name__}; pass one of {nbytes:,} "
+            "bytes, to grow(plan, tensor) as well"
+        )
     if tensor.device.type not in ("cpu", "cuda"):
         raise ConfigError(f"adopt() takes memory on cpu or cuda, found a tensor on {tensor.device}; allocate it there")
     if tensor.layout != torch.strided or tensor.dtype != torch.uint8 or tensor.ndim != 1 or not tensor.is_contiguous():

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import epbuf
 from epbuf import reference
-from epbuf.engines import nccl_ep
+from epbuf.engines.nccl_ep_library import missing
 
 STAGE_LIMIT_S = 240  # the first launch of each kernel compiles it
 
@@ -82,7 +82,7 @@ class Smoke:
         self.stage("mxfp8", self.mxfp8)
 
     def extra(self) -> str | None:
-        trouble = nccl_ep.missing()
+        trouble = missing()
         if trouble:
             raise SystemExit(trouble)
         return None
