@@ -361,6 +361,7 @@ class Generation:
             raise ConfigError(f'{call}() takes "forward", "backward" or "frame", found {use!r}')
         if torch.compiler.is_compiling():
             raise ConfigError(f"{call}() inside torch.compile, whose code would not run it again; call it around that")
+        self.require_open(f'{call}("{use}")')
         return self.engine
 
     def _filled_by(self, frame: int, workspace: int, use: Lifetime) -> list[torch.Tensor]:

@@ -763,7 +763,7 @@ class Lease:
         Raises:
             ConfigError: an arena of another engine, an unknown word, a backward of an inference_only plan, or inside
                 torch.compile.
-            LeaseError: out of order or after the lease's end; no workspace is free.
+            LeaseError: out of order, or after the lease's or the arena's end; no workspace is free.
         """
         self.arena.begin_use(self, use)
 
@@ -778,7 +778,7 @@ class Lease:
 
         Raises:
             ConfigError: an arena of another engine, an unknown word, or no such tensor.
-            LeaseError: it has not begun.
+            LeaseError: it has not begun; the arena is closed.
         """
         self.arena.end_use(self, use, total_recv_tokens)
 

@@ -203,6 +203,24 @@ def test_uses_out_of_order_are_refused(arena: epbuf.Arena, calls: str, message: 
         lease.release()
 
 
+@pytest.mark.parametrize("how", ["open", "adopt"])
+@pytest.mark.parametrize("use", ["forward", "backward", "frame"])
+@pytest.mark.parametrize("call", ["begin", "end"])
+def test_marks_after_the_arena_is_closed_are_refused(how: str, use: Any, call: str) -> None:
+    """The memory may be gone, or somebody else's; nothing is claimed in it."""
+    arena = open_arena(plan_of(1), None, how)
+    lease = arena.acquire()
+    if use == "backward":
+        lease.begin()
+        lease.end()
+    if call == "end":
+        lease.begin(use)
+    arena.close()
+    claims = list(arena.book.claims())
+    assert "arena that is closed" in raised(LeaseError, lambda: getattr(lease, call)(use))
+    assert list(arena.book.claims()) == claims
+
+
 def test_backward_may_begin_in_the_forward(arena: epbuf.Arena) -> None:
     """Kernels that want the memory of a gradient in the forward have the workspace from then on."""
     with arena.acquire() as lease:
