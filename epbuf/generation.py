@@ -331,7 +331,7 @@ class Generation:
             state = book.open_ticket(frame, lease.serial, 0, self.capacity_rows, graph)
             lease.ticket = make_ticket_tensor(book, state.serial)
             engine.open_frame(frame)
-        elif use == "backward" and book.recording is not None and recorded_in not in (None, book.recording.key):
+        elif use == "backward" and book.crosses(ticket):
             engine.expect_open(frame)
         if use != "frame":
             increment_version(self._filled_by(frame, workspace, use))
@@ -347,7 +347,7 @@ class Generation:
         engine.enter(Place(frame, held), use)
         if total_recv_tokens is not None:
             book.note_overflow(frame, engine.note_demand(frame, total_recv_tokens))
-        if use == "backward" and ticket is not None and not ticket.returned:
+        if use == "backward" and ticket is not None and not ticket.returned and not book.rehearses(ticket):
             engine.close_frame(frame)
             ticket.returned = True
 

@@ -362,6 +362,25 @@ class LeaseBook:
                 self._frames[frame].reserved_by |= {recorded_in, graph.key}
         return graph
 
+    def crosses(self, ticket: Ticket | None) -> bool:
+        """Tell whether an op issued now is recorded into another graph than its dispatch, whose replay it then needs.
+
+        Not while a step warms up: it repeats its backward without that dispatch, and a replay will not.
+        """
+        return self._crosses(ticket, is_warm=False)
+
+    def rehearses(self, ticket: Ticket | None) -> bool:
+        """Tell whether a step warms up a backward whose dispatch is another graph's: what it needs must stay as it is.
+
+        Otherwise the first replay, or the record that a CPU runs, would find that the dispatch has had its backward.
+        """
+        return self._crosses(ticket, is_warm=True)
+
+    def _crosses(self, ticket: Ticket | None, *, is_warm: bool) -> bool:
+        recorded_in = ticket.recorded_in if ticket is not None else None
+        graph = self.recording if recorded_in is not None else None
+        return graph is not None and recorded_in != graph.key and (graph.phase == "warm up") == is_warm
+
     @contextmanager
     def recording_into(self, graph: Graph) -> Iterator[None]:
         """Let ops issued inside count as recorded into `graph`.

@@ -320,8 +320,12 @@ def test_backward_graph_without_its_forward_counts_as_early_reuse(arena: epbuf.A
     assert arena.report()["num_early_reuses"] == count
 
 
-def test_step_that_reuses_a_frame_early_raises(arena: epbuf.Arena) -> None:
-    """A step whose backward belongs to another graph's forward raises when it is replayed without that."""
+@pytest.mark.parametrize("warmup", [0, 1, 2])
+def test_step_that_reuses_a_frame_early_raises(arena: epbuf.Arena, warmup: int) -> None:
+    """A step whose backward belongs to another graph's forward raises when it is replayed without that, and only then.
+
+    Warm-up repeats it without, which is nobody's mistake.
+    """
     kept: list[Any] = []
 
     def run_forward(x: Tensor) -> Tensor:
@@ -337,11 +341,12 @@ def test_step_that_reuses_a_frame_early_raises(arena: epbuf.Arena) -> None:
 
     x = torch.zeros(1)
     outside = arena.acquire()
-    first = epbuf.CapturedStep.capture(arena, run_forward, (x,), warmup=0)
-    second = epbuf.CapturedStep.capture(arena, run_backward, (x,), warmup=0)
-    first(x)
-    second(x)
-    second.check()
+    first = epbuf.CapturedStep.capture(arena, run_forward, (x,), warmup=warmup)
+    second = epbuf.CapturedStep.capture(arena, run_backward, (x,), warmup=warmup)
+    for _ in range(2):
+        first(x)
+        second(x)
+        second.check()
     second(x)
     with pytest.raises(LeaseError, match="already been followed by its backward"):
         second.check()
