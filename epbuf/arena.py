@@ -11,24 +11,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from rich.console import RenderableType
 
 from epbuf import _C
+from epbuf.agreement import Offer, agree, check_plan, check_size, offer
 from epbuf.engines import check_engine, check_fit
 from epbuf.errors import (
     CaptureError,
     ConfigError,
     LeaseError,
     PeerTimeoutError,
-    PlanMismatchError,
 )
 from epbuf.generation import EVENTS, Generation
 from epbuf.growth import check_growth, grown_plan, save_capacity
 from epbuf.lease import NO_CLAIM, Lease, caller, refuse_while_recording
-from epbuf.plan import Plan, RecvPolicy, describe_difference
+from epbuf.plan import Plan, RecvPolicy
 from epbuf.report import report_tables
 from epbuf.windows import nccl
 from epbuf.windows.adopted import check_adoptable
@@ -81,22 +81,27 @@ class Arena:
 
         Raises:
             CaptureError: a graph is being captured.
-            ConfigError: the group has another size than the plan; device, window or engine do not fit; a package that
-                the engine needs is missing, here or on the rank that is named.
+            ConfigError: the group has another size than the plan; device, window or engine do not fit, or are not the
+                same on all ranks; a package that the engine needs is missing. On every rank, which names the one.
             PlanMismatchError: another rank brought another plan; raised on every rank.
             NativeError: some rank could not allocate; raised on every rank.
         """
         _refuse_allocation("Arena.open", "open the arena before the capture and use its leases inside")
-        _check_plan(plan)
-        check_engine(engine)
         _refuse_inference_mode("Arena.open")
         ranks = as_group(group)
-        with torch.no_grad():
-            _agree_on_engine(engine, plan, device, ranks)
-        place = _device_of(device, ranks)
-        kind, reason = _window_kind(window, place, group, engine)
-        with torch.no_grad():
-            _agree(plan, ranks)
+        place, kind, reason = torch.device("cpu"), "", ""
+
+        def check() -> Offer:
+            nonlocal place, kind, reason
+            check_plan(plan, "Arena.open")
+            check_engine(engine)
+            place = _device_of(device, ranks)
+            check_fit(engine, plan, place)
+            kind, reason = _window_kind(window, place, group, engine)
+            check_size(plan, ranks)
+            return offer(f'Arena.open(engine="{engine}", window="{kind}") on {place.type}', plan)
+
+        agree(ranks, "Arena.open", check)
         return cls(Generation.allocate(plan, ranks, kind, engine, place, debug=debug), ranks, engine, reason)
 
     @classmethod
@@ -119,18 +124,21 @@ class Arena:
 
         Raises:
             CaptureError: a graph is being captured.
-            ConfigError: the group has another size than the plan; the tensor does not fit, on this rank or on the one
-                that is named; another arena lies in it.
+            ConfigError: the group has another size than the plan; the tensor does not fit; another arena, or rank of
+                this process, lies in it. On every rank, which names the one.
             PlanMismatchError: another rank brought another plan; raised on every rank.
         """
         _refuse_allocation("Arena.adopt", "adopt the memory before the capture and use the arena's leases inside")
-        _check_plan(plan)
         _refuse_inference_mode("Arena.adopt")
         ranks = as_group(group)
-        with torch.no_grad():
-            _agree(plan, ranks)
-            _agree_on_memory(plan, tensor, ranks)
-        _device_of(tensor.device, ranks)
+
+        def check() -> Offer:
+            check_size(check_plan(plan, "Arena.adopt"), ranks)
+            span = _span_of(plan, tensor)
+            _device_of(tensor.device, ranks)
+            return offer(f"Arena.adopt on {tensor.device.type}", plan, span)
+
+        agree(ranks, "Arena.adopt", check)
         memory = Generation.adopt(plan, ranks, tensor, registration, debug=debug)
         return cls(memory, ranks, "external", "the caller's own memory")
 
@@ -199,16 +207,13 @@ class Arena:
         _refuse_allocation("grow()", instead)
         self._require_healthy("grow()")
         old = self.memory
-        with torch.no_grad():
-            _agree_on_growth(plan, self._group)
+        brings = tensor is not None or registration is not None
+        agree(self._group, "grow()", lambda: _growth_offer(old, plan, tensor, brings=brings))
         check_growth(old.plan, plan)
         is_debugged = old.debug is not None
-        if old.window.kind == "adopted":
-            _agree_on_memory(plan, tensor, self._group)
-            assert tensor is not None, "checked"
+        if tensor is not None:
             fresh = Generation.adopt(plan, self._group, tensor, registration, debug=is_debugged)
         else:
-            _refuse_memory(tensor, old.window.kind)
             fresh = Generation.allocate(plan, self._group, old.window.kind, self._engine, old.device, debug=is_debugged)
         fresh.number, fresh.grower = old.number + 1, old.grower
         self._older.append(old)
@@ -518,11 +523,6 @@ def _refuse_inference_mode(call: str) -> None:
         )
 
 
-def _check_plan(plan: object) -> None:
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"Arena.open takes a Plan, found {type(plan).__name__}; make one with Plan.build(config)")
-
-
 def _device_of(device: torch.device | str | None, group: Group) -> torch.device:
     """Return the device asked for; without one, the current CUDA device when the group has a CUDA backend."""
     if device is None:
@@ -582,82 +582,38 @@ def _default_window(device: torch.device, one_process: bool) -> tuple[str, str]:
     return "torch_symm", trouble
 
 
-def _agree(plan: Plan, group: Group) -> None:
-    if group.size != plan.config.num_ranks:
-        raise ConfigError(
-            f"the plan is for num_ranks={plan.config.num_ranks} and the group has {group.size}; "
-            "build the plan for the group, or pass the right group"
-        )
-    plans = group.all_gather((plan.fingerprint, plan.to_json()))
-    different = next((r for r, (print_, _) in enumerate(plans) if print_ != plans[0][0]), None)
-    if different is not None:
-        _raise_mismatch(plans[0][1], plans[different][1], different)
+def _span_of(plan: Plan, tensor: object) -> tuple[int, int]:
+    """Return first byte and end of the window in a caller's tensor, which must be fit for it and in no arena's use."""
+    start = check_adoptable(tensor, plan.total_bytes).data_ptr()
+    _check_unused(start, plan.total_bytes)
+    return start, start + plan.total_bytes
 
 
-def _agree_on_engine(engine: str, plan: Plan, device: torch.device | str | None, group: Group) -> None:
-    """Raise on every rank unless the engine can be opened on each: a rank may lack its packages."""
-    if engine == "native" and plan.engine == "native":
-        return
-    trouble = ""
-    try:
-        check_fit(engine, plan, _device_of(device, group))
-    except ConfigError as error:
-        trouble = str(error)
-    _raise_together(trouble, group, "cannot open this engine")
-
-
-def _raise_together(trouble: str, group: Group, what: str) -> None:
-    """Raise ConfigError on every rank if one has trouble: its own, or the first other rank's."""
-    troubles = group.all_gather(trouble)
-    first = next((rank for rank, text in enumerate(troubles) if text), None)
-    if first is not None:
-        raise ConfigError(trouble or f"rank {first} {what}: {troubles[first]}")
-
-
-def _agree_on_memory(plan: Plan, tensor: object, group: Group) -> None:
-    """Raise on every rank unless each brought a tensor that the plan's window can lie in."""
-    trouble = ""
-    try:
-        _check_unused(check_adoptable(tensor, plan.total_bytes), plan.total_bytes)
-    except ConfigError as error:
-        trouble = str(error)
-    _raise_together(trouble, group, "brought memory that cannot be adopted")
-
-
-def _check_unused(tensor: torch.Tensor, nbytes: int) -> None:
+def _check_unused(address: int, nbytes: int) -> None:
     """Refuse memory that an open arena of this process lies in."""
     for reference in _C.handle_objects():
         memory: Generation | None = reference()
-        if memory is not None and memory.overlaps(tensor.data_ptr(), nbytes):
+        if memory is not None and memory.overlaps(address, nbytes):
             raise ConfigError(
-                f"adopt() was given memory at {tensor.data_ptr():#x} in which the arena opened at {memory.where} lies; "
+                f"adopt() was given memory at {address:#x} in which the arena opened at {memory.where} lies; "
                 "close that one first, or pass other memory"
             )
 
 
-def _refuse_memory(tensor: object, kind: str) -> None:
-    if tensor is not None:
+def _growth_offer(old: Generation, plan: Plan, tensor: torch.Tensor | None, *, brings: bool) -> Offer:
+    """Check what this rank brings to grow(): a plan, and memory just where the arena lies in the caller's."""
+    check_plan(plan, "grow()")
+    how = f'grow() of a window "{old.window.kind}" on {old.device.type}'
+    if old.window.kind == "adopted":
+        span = _span_of(plan, tensor)
+        if tensor is not None and tensor.device != old.device:
+            raise ConfigError(
+                f"grow() was given memory on {tensor.device} and the arena lies on {old.device}; allocate it there"
+            )
+        return offer(how, plan, span)
+    if brings:
         raise ConfigError(
-            f'grow(plan, tensor) is for arenas that were adopted; this one has a window of its own ("{kind}") and '
-            "allocates the next: call grow(plan)"
+            "grow(plan, tensor) is for arenas that were adopted; this one has a window of its own "
+            f'("{old.window.kind}") and allocates the next: call grow(plan)'
         )
-
-
-def _agree_on_growth(plan: object, group: Group) -> None:
-    """Raise on every rank unless all brought the same plan, whatever else is wrong with it."""
-    offer = (plan.fingerprint, plan.to_json()) if isinstance(plan, Plan) else (type(plan).__name__, "")
-    offers = group.all_gather(offer)
-    for rank, (kind, text) in enumerate(offers):
-        if not text:
-            raise ConfigError(f"grow() takes a Plan, found {kind} on rank {rank}; make one with Plan.build(config)")
-    different = next((r for r, (print_, _) in enumerate(offers) if print_ != offers[0][0]), None)
-    if different is not None:
-        _raise_mismatch(offers[0][1], offers[different][1], different)
-
-
-def _raise_mismatch(first: str, other: str, rank: int) -> NoReturn:
-    raise PlanMismatchError(
-        f"ranks of one group must bring the same plan; rank 0 and rank {rank} differ in\n"
-        f"{describe_difference(first, other, names=('rank 0', f'rank {rank}'))}\n"
-        "Build it from the same values on every rank"
-    )
+    return offer(how, plan)

@@ -517,7 +517,7 @@ def _one_brings_less(rank: int, group: Any) -> str:
 
 def test_memory_of_one_rank_is_refused_on_all(spread: Spread) -> None:
     first, second = spread(2, _one_brings_less)
-    assert first.startswith("rank 1 brought memory that cannot be adopted: adopt() needs")
+    assert first.startswith("rank 1 refuses Arena.adopt: adopt() needs")
     assert second.startswith("adopt() needs")
 
 

@@ -120,7 +120,7 @@ def test_missing_extra_is_named(pool: Pool) -> None:
 
 def test_extra_that_one_rank_lacks_is_named_on_all(pool: Pool) -> None:
     first, second = pool.run(2, _without_extra, (1,))
-    assert first.startswith('rank 1 cannot open this engine: engine="nccl_ep" needs nccl.core')
+    assert first.startswith('rank 1 refuses Arena.open: engine="nccl_ep" needs nccl.core')
     assert second.startswith('engine="nccl_ep" needs nccl.core')
 
 

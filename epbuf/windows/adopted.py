@@ -55,6 +55,11 @@ def check_adoptable(tensor: object, nbytes: int) -> torch.Tensor:
     """
     if type(tensor) not in _PLAIN or not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"adopt() takes a plain torch.Tensor [n] uint8, found {type(tensor).__name__}")
+    if tensor.is_inference():
+        raise ConfigError(
+            "adopt() takes a tensor that may be written anywhere, found one made inside torch.inference_mode; allocate "
+            "it outside"
+        )
     if tensor.device.type not in ("cpu", "cuda"):
         raise ConfigError(f"adopt() takes memory on cpu or cuda, found a tensor on {tensor.device}; allocate it there")
     if tensor.layout != torch.strided or tensor.dtype != torch.uint8 or tensor.ndim != 1 or not tensor.is_contiguous():
