@@ -113,6 +113,7 @@ class Arena:
 
         As `open(engine="external")`; nothing is allocated, registered or freed here. The first `plan.total_bytes` of
         the tensor are zeroed. Views keep the tensor's storage alive, as its owner does; deregister it after `close()`.
+        A storage that is resized, or moved to shared memory, before that is a LeaseError at the next call.
 
         Collective, like `open`. Synchronises.
 

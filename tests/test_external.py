@@ -670,3 +670,51 @@ def test_abandoned_external_arena_leaves_nobody_waiting() -> None:
     plan = plan_of(1)
     with pytest.raises(ZeroDivisionError), pytest.warns(ResourceWarning), open_arena(plan, None):
         raise ZeroDivisionError
+
+
+MOVES: dict[str, Callable[[Tensor], object]] = {
+    "shared": lambda memory: memory.share_memory_(),
+    "freed": lambda memory: memory.untyped_storage().resize_(0),
+    "larger": lambda memory: memory.untyped_storage().resize_(1 << 24),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("call", ["acquire", "begin", "end", "window_of", "step", "report", "check", "grow"])
+def test_adopted_memory_that_moves_is_refused(move: str, call: str) -> None:
+    """Regions would be addresses of memory that was given back; close() still ends the arena."""
+    plan, number = plan_of(1, num_frames=2), torch.zeros(1)
+    memory = memory_of(plan)
+    arena = epbuf.Arena.adopt(plan, memory)
+    step = epbuf.CapturedStep.capture(arena, lambda number: number + 1, (number,))
+    lease = arena.acquire()
+    if call == "end":
+        lease.begin()
+    MOVES[move](memory)
+    calls: dict[str, Callable[[], object]] = {
+        "acquire": arena.acquire,
+        "begin": lease.begin,
+        "end": lease.end,
+        "window_of": lambda: lease.window_of("recv_tokens"),
+        "step": lambda: step(number),
+        "report": arena.report,
+        "check": arena.check,
+        "grow": lambda: arena.grow(plan_of(1, 3), memory_of(plan_of(1, 3))),
+    }
+    assert "adopted memory is gone" in raised(LeaseError, calls[call])
+    step.close()
+    arena.close()
+
+
+def test_tensor_that_gets_other_memory_leaves_the_arena_its_own() -> None:
+    """The arena keeps the storage, whatever becomes of the tensor that brought it."""
+    plan = plan_of(1)
+    memory = memory_of(plan)
+    with epbuf.Arena.adopt(plan, memory) as arena:
+        memory.data = torch.zeros(3, dtype=torch.uint8)
+        gc.collect()
+        with arena.acquire() as lease:
+            lease.begin()
+            lease.recv_tokens.fill_(7)
+            assert bool((lease.packed("recv_tokens").view(torch.float32) == 7).all())
+            lease.end()
