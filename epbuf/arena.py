@@ -27,7 +27,7 @@ from epbuf.errors import (
 )
 from epbuf.generation import EVENTS, Generation
 from epbuf.growth import check_growth, grown_plan, save_capacity
-from epbuf.lease import NO_CLAIM, Lease, caller, refuse_while_recording
+from epbuf.lease import NO_CLAIM, Lease, caller, read_ticket, refuse_while_recording
 from epbuf.plan import Plan, RecvPolicy
 from epbuf.report import report_tables
 from epbuf.windows import nccl
@@ -173,10 +173,30 @@ class Arena:
             )
         if self._older:
             self._free_unused()
-        lease = Lease(memory, memory.book, frame, _frames_for(memory, frame, recv_policy))
+        among = _frames_for(memory, frame, recv_policy)
+        lease = Lease(memory, memory.book, frame, among, is_routed=not memory.is_external)
         if memory.debug is not None and lease.serial != NO_CLAIM:
             memory.hand_out(lease, memory.debug)
         return lease
+
+    def lease_of(self, ticket: torch.Tensor) -> Lease:
+        """Return a released lease of the forward that a ticket belongs to, for its views, and its `begin("backward")`.
+
+        What a backward needs under `torch.utils.checkpoint`: there `ctx` knows the lease of the first pass, which is
+        over, and `ctx.saved_tensors` the ticket of the second. Claims nothing: the ticket keeps the frame.
+
+        Args:
+            ticket: `lease.ticket`, or what autograd gives back for it.
+
+        Raises:
+            ConfigError: no ticket of this arena.
+            LeaseError: its forward has ended, or the arena is closed.
+        """
+        self.require_open("lease_of()")
+        memory = next((m for m in self._generations() if _is_ticket(ticket, m.handle)), None)
+        if memory is None:
+            raise ConfigError(f"lease_of() takes lease.ticket of this arena, found {type(ticket).__name__} of none")
+        return Lease.of_ticket(memory, memory.book, memory.book.ticket(read_ticket(ticket)[1]))
 
     def grow(
         self, plan: Plan, tensor: torch.Tensor | None = None, *, registration: object = None
@@ -464,6 +484,12 @@ class Arena:
             self._past = {name: past + gone[name] for name, past in self._past.items()}
             memory.let_go(is_healthy=True)
             self._older.remove(memory)
+
+
+def _is_ticket(ticket: object, handle: int) -> bool:
+    if not isinstance(ticket, torch.Tensor) or (ticket.dtype, ticket.shape) != (torch.uint8, (8,)):
+        return False
+    return ticket.device.type == "cpu" and ticket.is_contiguous() and read_ticket(ticket)[0] == handle
 
 
 def _frames_for(memory: Generation, frame: int | None, recv_policy: RecvPolicy | None) -> frozenset[int] | None:

@@ -674,11 +674,13 @@ class Lease:
     released = True  # until acquire() succeeds; also for an instance that was never initialised
 
     def __init__(
-        self, arena: Regions, book: LeaseBook, frame: int | None, among: Collection[int] | None = None
+        self, arena: Regions, book: LeaseBook, frame: int | None, among: Collection[int] | None = None, *,
+        is_routed: bool = True,
     ) -> None:  # fmt: skip
+        """Claim a frame; where our own route follows (`is_routed`), one that a checkpoint has saved may say which."""
         self.where = caller() or "unknown"
         may_take: Collection[int] = ()
-        if _recomputes_selectively():
+        if is_routed and _recomputes_selectively():
             self.frame, self.serial = NO_FRAME if frame is None else frame, NO_CLAIM
             may_take = among or ()
         else:
@@ -690,6 +692,14 @@ class Lease:
         self.num_tokens = 0
         self.sent: tuple[torch.Tensor | None, ...] = ()  # what a dispatch in combine's backward sends again
         self.released = False
+
+    @classmethod
+    def of_ticket(cls, arena: Regions, book: LeaseBook, ticket: Ticket) -> Lease:
+        """Return a lease that claims nothing, for what a ticket keeps."""
+        lease = cls.__new__(cls)
+        lease.where, lease.ticket, lease.num_tokens, lease.sent = caller() or "unknown", None, ticket.num_tokens, ()
+        lease.take(arena, book, ticket.frame, ticket.lease)
+        return lease
 
     def release(self) -> None:
         """End this claim. What autograd or a `Received` keeps stays claimed until they are gone.

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from movers import Mover, draw, layer_results, moe
 from ranks import raised, size_of
 from rounds import assert_same
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epbuf
 from epbuf.errors import CapacityError, CaptureError, ConfigError, LeaseError, PlanMismatchError, StaleGraphError
@@ -272,6 +274,68 @@ def test_version_counters_see_a_frame_that_is_used_again(arena: epbuf.Arena) -> 
         lease.end()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         rows.sum().backward()
+
+
+class Scaled(torch.autograd.Function):
+    """Multiply rows through regions of a lease, which the backward finds by its ticket."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, arena: epbuf.Arena) -> Tensor:
+        with arena.acquire() as lease:
+            lease.begin()
+            lease.recv_tokens[: len(x)] = x
+            y = lease.recv_tokens[: len(x)] ** 2
+            lease.end()
+            ctx.save_for_backward(lease.ticket)
+        ctx.arena = arena
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (ticket,) = ctx.saved_tensors
+        lease = ctx.arena.lease_of(ticket)
+        lease.begin("backward")
+        lease.grad_recv_tokens[: len(dy)] = 2 * dy * lease.recv_tokens[: len(dy)]
+        dx = lease.grad_recv_tokens[: len(dy)].clone()
+        lease.end("backward")
+        return dx, None
+
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "plain": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_checkpoints_repeat_the_forward_in_a_frame_of_its_own(arena: epbuf.Arena, kind: str) -> None:
+    """Between the two passes nothing has the frame; the backward finds the second pass's by its ticket."""
+    layers = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+    results = [checkpoint(Scaled.apply, x, arena, **CHECKPOINTS[kind]) for x in layers]
+    assert arena.report()["claims"] == []
+    for x, y in zip(layers, results, strict=True):
+        y.backward(torch.ones_like(y))
+        assert x.grad is not None and torch.equal(x.grad, 2 * x)
+    assert arena.report()["claims"] == []
+
+
+def test_lease_of_a_ticket_claims_nothing(arena: epbuf.Arena) -> None:
+    lease, ticket = forward(arena)
+    found = arena.lease_of(ticket)
+    assert found.released and found.frame == lease.frame
+    assert found.recv_tokens.data_ptr() == lease.recv_tokens.data_ptr()
+    assert "was released" in raised(LeaseError, found.begin)
+    for wrong in (None, 3, torch.zeros(8, dtype=torch.uint8), torch.zeros(8), ticket[:4], ticket.to("meta")):
+        assert "takes lease.ticket" in raised(ConfigError, lambda wrong=wrong: arena.lease_of(wrong))
+    with open_arena(plan_of(1), None) as other:
+        assert "of this arena" in raised(ConfigError, partial(other.lease_of, ticket))
+    del ticket
+    assert "nothing left" in raised(LeaseError, lambda: found.begin("backward"))
+    arena.acquire().release()
 
 
 # Holds, early reuse, guard
