@@ -171,7 +171,7 @@ class Generation:
             unrouted_end = plan.capacity_rows if memory.is_external else 0
             memory.debug = Debug(plan, window, memory.region, unrouted_end=unrouted_end)
         if memory.stash_rows:
-            memory.region("stash_free").copy_(torch.arange(plan.num_stash_pages))
+            memory.region("stash_free").copy_(torch.arange(plan.num_stash_pages, device=device))
         group.barrier()
         return memory
 
