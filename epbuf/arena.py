@@ -26,7 +26,7 @@ from epbuf.errors import (
     PeerTimeoutError,
 )
 from epbuf.generation import EVENTS, Generation
-from epbuf.growth import check_growth, grown_plan, save_capacity
+from epbuf.growth import check_growth, grown_plan, save_capacity, with_capacity
 from epbuf.lease import NO_CLAIM, Lease, caller, read_ticket, refuse_while_recording
 from epbuf.plan import Plan, RecvPolicy
 from epbuf.report import report_tables
@@ -257,7 +257,8 @@ class Arena:
         if self.memory.window.kind == "adopted":
             raise ConfigError(
                 f"grow_to_peak() needs memory for {rows} rows, and this arena lies in the caller's: build a plan with "
-                f"recv_capacity_per_rank={rows} and call grow(plan, tensor)"
+                f"recv_capacity_per_rank={with_capacity(self.plan.config, rows).recv_capacity_per_rank} and call "
+                "grow(plan, tensor)"
             )
         return self.grow(grown_plan(self.plan, max(rows, self.capacity_rows), stash_rows))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -525,6 +526,20 @@ def test_opened_arena_grows_to_the_peak_of_all_ranks(spread: Spread) -> None:
 
 def test_adopted_arena_grows_into_memory_that_it_is_given(spread: Spread) -> None:
     assert spread(2, _grows, "adopt") == [64, 64]
+
+
+def test_rows_that_are_asked_for_fit_the_alignment() -> None:
+    """What the message says to plan can be planned."""
+    plan = plan_of(1, expert_alignment=4)
+    with epbuf.Arena.adopt(plan, memory_of(plan)) as arena:
+        with arena.acquire() as lease:
+            lease.begin()
+            lease.end(total_recv_tokens=torch.tensor([997]))
+        message = raised(ConfigError, arena.grow_to_peak)
+        rows = int(re.findall(r"recv_capacity_per_rank=(\d+)", message)[0])
+        larger = plan_of(1, expert_alignment=4, recv_capacity_per_rank=rows)
+        arena.grow(larger, memory_of(larger))
+        assert arena.grow_to_peak() == []
 
 
 def test_growth_of_an_adopted_arena_asks_for_memory() -> None:
