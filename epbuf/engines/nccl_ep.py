@@ -130,8 +130,10 @@ class NcclEpEngine(NativeEngine):
 
     def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
         with self._behind(place, "forward"):
-            refusal, self._pending_refusal = place.refusal or self._pending_refusal, 0
             row, reads = self._rows[place.frame], not self.capture_key()
+            refusal = place.refusal
+            if reads:  # a graph would tell the peers again at every replay
+                refusal, self._pending_refusal = refusal or self._pending_refusal, 0
             ids = self._ids[place.frame][: 0 if place.refusal else topk_idx.shape[0]]
             self._count(row[self._rank], ids, topk_idx, live_tokens)
             if refusal:
