@@ -21,7 +21,7 @@ from epbuf.engine import TOKEN_DTYPES, Encoded, Engine, Place, describe_progress
 from epbuf.engines import open_engine
 from epbuf.engines.external import ExternalEngine
 from epbuf.errors import ConfigError, EpbufError, LeaseError, NativeError, PeerTimeoutError
-from epbuf.lease import Graph, Lease, LeaseBook, Use, caller, make_ticket_tensor
+from epbuf.lease import Graph, Lease, LeaseBook, Ticket, Use, caller, make_ticket_tensor
 from epbuf.plan import STASH_PAGE_ROWS, Lifetime, Plan, RecvPolicy, Region
 from epbuf.windows import Window, nccl
 from epbuf.windows.adopted import AdoptedWindow
@@ -321,18 +321,22 @@ class Generation:
         recorded_in = ticket.recorded_in if ticket is not None else None
         workspace = frame if use == "frame" else book.workspace(frame, use)
         assert workspace is not None, "begin_use claimed it"
+        opened: Ticket | None = None
         try:
             graph = book.touch(frame, recorded_in)
             engine.enter(Place(frame, workspace), use)
+            if use == "forward":
+                opened = book.open_ticket(frame, lease.serial, 0, self.capacity_rows, graph)
+                engine.open_frame(frame)
+            elif use == "backward" and book.crosses(ticket):
+                engine.expect_open(frame)
         except BaseException:
             book.end_use(frame, lease.serial, use)
+            if opened is not None:
+                book.cancel_ticket(opened)
             raise
-        if use == "forward":
-            state = book.open_ticket(frame, lease.serial, 0, self.capacity_rows, graph)
-            lease.ticket = make_ticket_tensor(book, state.serial)
-            engine.open_frame(frame)
-        elif use == "backward" and book.crosses(ticket):
-            engine.expect_open(frame)
+        if opened is not None:
+            lease.ticket = make_ticket_tensor(book, opened.serial)
         if use != "frame":
             increment_version(self._filled_by(frame, workspace, use))
 

@@ -206,6 +206,25 @@ def test_uses_out_of_order_are_refused(arena: epbuf.Arena, calls: str, message: 
         lease.release()
 
 
+@pytest.mark.parametrize("step", ["enter", "open_frame"])
+def test_begin_that_fails_leaves_nothing_behind(
+    arena: epbuf.Arena, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:  # fmt: skip
+    """Whatever the device said: the lease has had no forward, and may begin it."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with arena.acquire() as lease:
+        frames = arena.report()["frames"]
+        with monkeypatch.context() as patch:
+            patch.setattr(arena.engine, step, fail)
+            raised(ZeroDivisionError, lease.begin)
+        assert arena.report()["frames"] == frames and lease.ticket is None
+        lease.begin()
+        lease.end()
+
+
 @pytest.mark.parametrize("how", ["open", "adopt"])
 @pytest.mark.parametrize("use", ["forward", "backward", "frame"])
 @pytest.mark.parametrize("call", ["begin", "end"])
