@@ -7,28 +7,28 @@ are still in use.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from rich.console import RenderableType
 
 from epbuf import _C
+from epbuf.agreement import Offer, agree, check_plan, check_size, offer
 from epbuf.engines import check_engine, check_fit
 from epbuf.errors import (
     CaptureError,
     ConfigError,
     LeaseError,
     PeerTimeoutError,
-    PlanMismatchError,
 )
 from epbuf.generation import EVENTS, Generation
-from epbuf.growth import check_growth, grown_plan, save_capacity
-from epbuf.lease import NO_CLAIM, Lease, caller, refuse_while_recording
-from epbuf.plan import Plan, RecvPolicy, describe_difference
+from epbuf.growth import check_growth, grown_plan, save_capacity, with_capacity
+from epbuf.lease import NO_CLAIM, Lease, caller, read_ticket, refuse_while_recording
+from epbuf.plan import Plan, RecvPolicy
 from epbuf.report import report_tables
 from epbuf.windows import nccl
 from epbuf.windows.adopted import check_adoptable
@@ -81,22 +81,27 @@ class Arena:
 
         Raises:
             CaptureError: a graph is being captured.
-            ConfigError: the group has another size than the plan; device, window or engine do not fit; a rank asks for
-                another engine; a package that the engine needs is missing, here or on the rank that is named.
+            ConfigError: the group has another size than the plan; device, window or engine do not fit, or are not the
+                same on all ranks; a package that the engine needs is missing. On every rank, which names the one.
             PlanMismatchError: another rank brought another plan; raised on every rank.
             NativeError: some rank could not allocate; raised on every rank.
         """
         _refuse_allocation("Arena.open", "open the arena before the capture and use its leases inside")
-        _check_plan(plan)
-        check_engine(engine)
         _refuse_inference_mode("Arena.open")
         ranks = as_group(group)
-        with torch.no_grad():
-            _agree_on_engine(engine, plan, device, ranks)
-        place = _device_of(device, ranks)
-        kind, reason = _window_kind(window, place, group, engine)
-        with torch.no_grad():
-            _agree(plan, ranks)
+        place, kind, reason = torch.device("cpu"), "", ""
+
+        def check() -> Offer:
+            nonlocal place, kind, reason
+            check_plan(plan, "Arena.open")
+            check_engine(engine)
+            place = _device_of(device, ranks)
+            check_fit(engine, plan, place)
+            kind, reason = _window_kind(window, place, group, engine)
+            check_size(plan, ranks)
+            return offer(f'Arena.open(engine="{engine}", window="{kind}") on {place.type}', plan)
+
+        agree(ranks, "Arena.open", check)
         return cls(Generation.allocate(plan, ranks, kind, engine, place, debug=debug), ranks, engine, reason)
 
     @classmethod
@@ -108,6 +113,7 @@ class Arena:
 
         As `open(engine="external")`; nothing is allocated, registered or freed here. The first `plan.total_bytes` of
         the tensor are zeroed. Views keep the tensor's storage alive, as its owner does; deregister it after `close()`.
+        A storage that is resized, or moved to shared memory, before that is a LeaseError at the next call.
 
         Collective, like `open`. Synchronises.
 
@@ -119,19 +125,22 @@ class Arena:
 
         Raises:
             CaptureError: a graph is being captured.
-            ConfigError: the group has another size than the plan; the tensor does not fit, on this rank or on the one
-                that is named; another arena lies in it; another rank does not adopt.
+            ConfigError: the group has another size than the plan; the tensor does not fit; another arena, or rank of
+                this process, lies in it. On every rank, which names the one.
             PlanMismatchError: another rank brought another plan; raised on every rank.
         """
         _refuse_allocation("Arena.adopt", "adopt the memory before the capture and use the arena's leases inside")
-        _check_plan(plan)
         _refuse_inference_mode("Arena.adopt")
         ranks = as_group(group)
-        with torch.no_grad():
-            _agree_on_way("adopted", "", ranks)
-            _agree(plan, ranks)
-            _agree_on_memory(plan, tensor, ranks)
-        _device_of(tensor.device, ranks)
+
+        def check() -> Offer:
+            check_size(check_plan(plan, "Arena.adopt"), ranks)
+            check_fit("external", plan, torch.device("cpu"))
+            span = _span_of(plan, tensor)
+            _device_of(tensor.device, ranks)
+            return offer(f"Arena.adopt on {tensor.device.type}", plan, span)
+
+        agree(ranks, "Arena.adopt", check)
         memory = Generation.adopt(plan, ranks, tensor, registration, debug=debug)
         return cls(memory, ranks, "external", "the caller's own memory")
 
@@ -165,10 +174,30 @@ class Arena:
             )
         if self._older:
             self._free_unused()
-        lease = Lease(memory, memory.book, frame, _frames_for(memory, frame, recv_policy))
+        among = _frames_for(memory, frame, recv_policy)
+        lease = Lease(memory, memory.book, frame, among, is_routed=not memory.is_external)
         if memory.debug is not None and lease.serial != NO_CLAIM:
             memory.hand_out(lease, memory.debug)
         return lease
+
+    def lease_of(self, ticket: torch.Tensor) -> Lease:
+        """Return a released lease of the forward that a ticket belongs to, for its views, and its `begin("backward")`.
+
+        What a backward needs under `torch.utils.checkpoint`: there `ctx` knows the lease of the first pass, which is
+        over, and `ctx.saved_tensors` the ticket of the second. Claims nothing: the ticket keeps the frame.
+
+        Args:
+            ticket: `lease.ticket`, or what autograd gives back for it.
+
+        Raises:
+            ConfigError: no ticket of this arena.
+            LeaseError: its forward has ended, or the arena is closed.
+        """
+        self.require_open("lease_of()")
+        memory = next((m for m in self._generations() if _is_ticket(ticket, m.handle)), None)
+        if memory is None:
+            raise ConfigError(f"lease_of() takes lease.ticket of this arena, found {type(ticket).__name__} of none")
+        return Lease.of_ticket(memory, memory.book, memory.book.ticket(read_ticket(ticket)[1]))
 
     def grow(
         self, plan: Plan, tensor: torch.Tensor | None = None, *, registration: object = None
@@ -200,15 +229,13 @@ class Arena:
         _refuse_allocation("grow()", instead)
         self._require_healthy("grow()")
         old = self.memory
-        with torch.no_grad():
-            _agree_on_growth(plan, self._group)
+        brings = tensor is not None or registration is not None
+        agree(self._group, "grow()", lambda: _growth_offer(old, plan, tensor, brings=brings))
         check_growth(old.plan, plan)
         is_debugged = old.debug is not None
-        if old.window.kind == "adopted":
-            memory = _agree_on_memory(plan, tensor, self._group)
-            fresh = Generation.adopt(plan, self._group, memory, registration, debug=is_debugged)
+        if tensor is not None:
+            fresh = Generation.adopt(plan, self._group, tensor, registration, debug=is_debugged)
         else:
-            _refuse_memory(tensor, old.window.kind)
             fresh = Generation.allocate(plan, self._group, old.window.kind, self._engine, old.device, debug=is_debugged)
         fresh.number, fresh.grower = old.number + 1, old.grower
         self._older.append(old)
@@ -231,7 +258,8 @@ class Arena:
         if self.memory.window.kind == "adopted":
             raise ConfigError(
                 f"grow_to_peak() needs memory for {rows} rows, and this arena lies in the caller's: build a plan with "
-                f"recv_capacity_per_rank={rows} and call grow(plan, tensor)"
+                f"recv_capacity_per_rank={with_capacity(self.plan.config, rows).recv_capacity_per_rank} and call "
+                "grow(plan, tensor)"
             )
         return self.grow(grown_plan(self.plan, max(rows, self.capacity_rows), stash_rows))
 
@@ -460,6 +488,12 @@ class Arena:
             self._older.remove(memory)
 
 
+def _is_ticket(ticket: object, handle: int) -> bool:
+    if not isinstance(ticket, torch.Tensor) or (ticket.dtype, ticket.shape) != (torch.uint8, (8,)):
+        return False
+    return ticket.device.type == "cpu" and ticket.is_contiguous() and read_ticket(ticket)[0] == handle
+
+
 def _frames_for(memory: Generation, frame: int | None, recv_policy: RecvPolicy | None) -> frozenset[int] | None:
     """Return the frames that an acquire may take when it names none; None: all.
 
@@ -516,11 +550,6 @@ def _refuse_inference_mode(call: str) -> None:
             f"{call} at {caller()} is inside torch.inference_mode: tensors made there can never be saved for "
             "backward. Open the arena outside; its leases, dispatch and combine work inside"
         )
-
-
-def _check_plan(plan: object) -> None:
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"Arena.open takes a Plan, found {type(plan).__name__}; make one with Plan.build(config)")
 
 
 def _device_of(device: torch.device | str | None, group: Group) -> torch.device:
@@ -582,93 +611,38 @@ def _default_window(device: torch.device, one_process: bool) -> tuple[str, str]:
     return "torch_symm", trouble
 
 
-def _agree(plan: Plan, group: Group) -> None:
-    if group.size != plan.config.num_ranks:
-        raise ConfigError(
-            f"the plan is for num_ranks={plan.config.num_ranks} and the group has {group.size}; "
-            "build the plan for the group, or pass the right group"
-        )
-    plans = group.all_gather((plan.fingerprint, plan.to_json()))
-    different = next((r for r, (print_, _) in enumerate(plans) if print_ != plans[0][0]), None)
-    if different is not None:
-        _raise_mismatch(plans[0][1], plans[different][1], different)
+def _span_of(plan: Plan, tensor: object) -> tuple[int, int]:
+    """Return first byte and end of the window in a caller's tensor, which must be fit for it and in no arena's use."""
+    start = check_adoptable(tensor, plan.total_bytes).data_ptr()
+    _check_unused(start, plan.total_bytes)
+    return start, start + plan.total_bytes
 
 
-def _agree_on_engine(engine: str, plan: Plan, device: torch.device | str | None, group: Group) -> None:
-    """Raise on every rank unless all ask for one engine, and each can open it: a rank may lack its packages."""
-    trouble = _trouble_of(lambda: check_fit(engine, plan, _device_of(device, group)))
-    _agree_on_way(engine, trouble, group)
-
-
-def _agree_on_way(way: str, trouble: str, group: Group) -> None:
-    """Raise on every rank unless all open their arena in one way: an engine's word, or "adopted"."""
-    ways, troubles = zip(*group.all_gather((way, trouble)), strict=True)
-    _raise_first(trouble, troubles, "cannot open this engine")
-    other = next((rank for rank, word in enumerate(ways) if word != ways[0]), None)
-    if other is not None:
-        raise ConfigError(
-            f"rank 0 opens {ways[0]}, rank {other} opens {ways[other]}, and their kernels do not wait for each other: "
-            "let all ranks make the same call, Arena.open with one engine= or Arena.adopt"
-        )
-
-
-def _trouble_of(check: Callable[[], object]) -> str:
-    """Return the message of the ConfigError that a check raises; nothing if it raises none."""
-    try:
-        check()
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def _raise_first(trouble: str, troubles: Sequence[str], what: str) -> None:
-    """Raise ConfigError if a rank has trouble: this rank's own, or the first other rank's."""
-    first = next((rank for rank, text in enumerate(troubles) if text), None)
-    if first is not None:
-        raise ConfigError(trouble or f"rank {first} {what}: {troubles[first]}")
-
-
-def _agree_on_memory(plan: Plan, tensor: Any, group: Group) -> torch.Tensor:
-    """Return the tensor that the plan's window shall lie in; raise on every rank unless each brought one that fits."""
-    trouble = _trouble_of(lambda: _check_unused(check_adoptable(tensor, plan.total_bytes), plan.total_bytes))
-    _raise_first(trouble, group.all_gather(trouble), "brought memory that cannot be adopted")
-    return cast(torch.Tensor, tensor)
-
-
-def _check_unused(tensor: torch.Tensor, nbytes: int) -> None:
+def _check_unused(address: int, nbytes: int) -> None:
     """Refuse memory that an open arena of this process lies in."""
     for reference in _C.handle_objects():
         memory: Generation | None = reference()
-        if memory is not None and memory.overlaps(tensor.data_ptr(), nbytes):
+        if memory is not None and memory.overlaps(address, nbytes):
             raise ConfigError(
-                f"adopt() was given memory at {tensor.data_ptr():#x} in which the arena opened at {memory.where} lies; "
+                f"adopt() was given memory at {address:#x} in which the arena opened at {memory.where} lies; "
                 "close that one first, or pass other memory"
             )
 
 
-def _refuse_memory(tensor: object, kind: str) -> None:
-    if tensor is not None:
+def _growth_offer(old: Generation, plan: Plan, tensor: torch.Tensor | None, *, brings: bool) -> Offer:
+    """Check what this rank brings to grow(): a plan, and memory just where the arena lies in the caller's."""
+    check_plan(plan, "grow()")
+    how = f'grow() of a window "{old.window.kind}" on {old.device.type}'
+    if old.window.kind == "adopted":
+        span = _span_of(plan, tensor)
+        if tensor is not None and tensor.device != old.device:
+            raise ConfigError(
+                f"grow() was given memory on {tensor.device} and the arena lies on {old.device}; allocate it there"
+            )
+        return offer(how, plan, span)
+    if brings:
         raise ConfigError(
-            f'grow(plan, tensor) is for arenas that were adopted; this one has a window of its own ("{kind}") and '
-            "allocates the next: call grow(plan)"
+            "grow(plan, tensor) is for arenas that were adopted; this one has a window of its own "
+            f'("{old.window.kind}") and allocates the next: call grow(plan)'
         )
-
-
-def _agree_on_growth(plan: object, group: Group) -> None:
-    """Raise on every rank unless all brought the same plan, whatever else is wrong with it."""
-    offer = (plan.fingerprint, plan.to_json()) if isinstance(plan, Plan) else (type(plan).__name__, "")
-    offers = group.all_gather(offer)
-    for rank, (kind, text) in enumerate(offers):
-        if not text:
-            raise ConfigError(f"grow() takes a Plan, found {kind} on rank {rank}; make one with Plan.build(config)")
-    different = next((r for r, (print_, _) in enumerate(offers) if print_ != offers[0][0]), None)
-    if different is not None:
-        _raise_mismatch(offers[0][1], offers[different][1], different)
-
-
-def _raise_mismatch(first: str, other: str, rank: int) -> NoReturn:
-    raise PlanMismatchError(
-        f"ranks of one group must bring the same plan; rank 0 and rank {rank} differ in\n"
-        f"{describe_difference(first, other, names=('rank 0', f'rank {rank}'))}\n"
-        "Build it from the same values on every rank"
-    )
+    return offer(how, plan)

@@ -171,7 +171,7 @@ class Generation:
             unrouted_end = plan.capacity_rows if memory.is_external else 0
             memory.debug = Debug(plan, window, memory.region, unrouted_end=unrouted_end)
         if memory.stash_rows:
-            memory.region("stash_free").copy_(torch.arange(plan.num_stash_pages))
+            memory.region("stash_free").copy_(torch.arange(plan.num_stash_pages, device=device))
         group.barrier()
         return memory
 
@@ -362,9 +362,19 @@ class Generation:
             raise
 
     def require_open(self, what: str) -> None:
-        """Raise LeaseError when the arena is closed."""
+        """Raise LeaseError when the arena is closed, or adopted memory is no longer where it was."""
         if self._closed:
             raise LeaseError(f"{what} was asked of an arena that is closed; open another with Arena.open(plan, group)")
+        if self._has_moved:
+            raise LeaseError(
+                f"{what} was asked of an arena whose adopted memory is gone: its storage was resized or moved since "
+                f"{self.where}, so that kernels would write where nothing of ours lies any more; leave it as it is "
+                "until close(), and adopt the new memory in another arena"
+            )
+
+    @property
+    def _has_moved(self) -> bool:
+        return isinstance(self.window, AdoptedWindow) and not self.window.is_in_place
 
     def check(self) -> None:
         """Raise what went wrong on the device and was not raised yet. Reads the device.
@@ -407,6 +417,8 @@ class Generation:
     @property
     def poisoned(self) -> bool:
         """Tell whether a wait failed, here or on a peer. Reads the device; LeaseError once the arena is closed."""
+        if self._has_moved:
+            return False  # there is nothing to read; close() must not be refused
         self.require_open("poisoned")
         return bool(self.engine.control().poisoned or self._ranks_that_gave_up())
 

@@ -362,6 +362,25 @@ class LeaseBook:
                 self._frames[frame].reserved_by |= {recorded_in, graph.key}
         return graph
 
+    def crosses(self, ticket: Ticket | None) -> bool:
+        """Tell whether an op issued now is recorded into another graph than its dispatch, whose replay it then needs.
+
+        Not while a step warms up: it repeats its backward without that dispatch, and a replay will not.
+        """
+        return self._crosses(ticket, is_warm=False)
+
+    def rehearses(self, ticket: Ticket | None) -> bool:
+        """Tell whether a step warms up a backward whose dispatch is another graph's: what it needs must stay as it is.
+
+        Otherwise the first replay, or the record that a CPU runs, would find that the dispatch has had its backward.
+        """
+        return self._crosses(ticket, is_warm=True)
+
+    def _crosses(self, ticket: Ticket | None, *, is_warm: bool) -> bool:
+        recorded_in = ticket.recorded_in if ticket is not None else None
+        graph = self.recording if recorded_in is not None else None
+        return graph is not None and recorded_in != graph.key and (graph.phase == "warm up") == is_warm
+
     @contextmanager
     def recording_into(self, graph: Graph) -> Iterator[None]:
         """Let ops issued inside count as recorded into `graph`.
@@ -655,11 +674,13 @@ class Lease:
     released = True  # until acquire() succeeds; also for an instance that was never initialised
 
     def __init__(
-        self, arena: Regions, book: LeaseBook, frame: int | None, among: Collection[int] | None = None
+        self, arena: Regions, book: LeaseBook, frame: int | None, among: Collection[int] | None = None, *,
+        is_routed: bool = True,
     ) -> None:  # fmt: skip
+        """Claim a frame; where our own route follows (`is_routed`), one that a checkpoint has saved may say which."""
         self.where = caller() or "unknown"
         may_take: Collection[int] = ()
-        if _recomputes_selectively():
+        if is_routed and _recomputes_selectively():
             self.frame, self.serial = NO_FRAME if frame is None else frame, NO_CLAIM
             may_take = among or ()
         else:
@@ -671,6 +692,14 @@ class Lease:
         self.num_tokens = 0
         self.sent: tuple[torch.Tensor | None, ...] = ()  # what a dispatch in combine's backward sends again
         self.released = False
+
+    @classmethod
+    def of_ticket(cls, arena: Regions, book: LeaseBook, ticket: Ticket) -> Lease:
+        """Return a lease that claims nothing, for what a ticket keeps."""
+        lease = cls.__new__(cls)
+        lease.where, lease.ticket, lease.num_tokens, lease.sent = caller() or "unknown", None, ticket.num_tokens, ()
+        lease.take(arena, book, ticket.frame, ticket.lease)
+        return lease
 
     def release(self) -> None:
         """End this claim. What autograd or a `Received` keeps stays claimed until they are gone.
@@ -763,7 +792,7 @@ class Lease:
         Raises:
             ConfigError: an arena of another engine, an unknown word, a backward of an inference_only plan, or inside
                 torch.compile.
-            LeaseError: out of order or after the lease's end; no workspace is free.
+            LeaseError: out of order, or after the lease's or the arena's end; no workspace is free.
         """
         self.arena.begin_use(self, use)
 
@@ -778,7 +807,7 @@ class Lease:
 
         Raises:
             ConfigError: an arena of another engine, an unknown word, or no such tensor.
-            LeaseError: it has not begun.
+            LeaseError: it has not begun; the arena is closed.
         """
         self.arena.end_use(self, use, total_recv_tokens)
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from epbuf.engine import Engine, Place
 from epbuf.engines.external import ExternalEngine
 from epbuf.errors import ConfigError
-from epbuf.lease import Lease, LeaseBook, Use, make_ticket_tensor
+from epbuf.lease import Lease, LeaseBook, Ticket, Use, make_ticket_tensor
 from epbuf.plan import Lifetime, Plan
 
 
@@ -25,6 +25,9 @@ class Memory(Protocol):
 
     def raise_pending(self) -> None:
         """Raise what earlier calls met and could not raise."""
+
+    def require_open(self, what: str) -> None:
+        """Raise LeaseError when the memory is closed or gone."""
 
     def region(self, name: str, index: int = 0, lifetime: Lifetime | None = None) -> torch.Tensor:
         """Return the one tensor of a region."""
@@ -43,18 +46,22 @@ def begin_use(memory: Memory, lease: Lease, use: Use) -> None:
     recorded_in = ticket.recorded_in if ticket is not None else None
     workspace = frame if use == "frame" else book.workspace(frame, use)
     assert workspace is not None, "begin_use claimed it"
+    opened: Ticket | None = None
     try:
         graph = book.touch(frame, recorded_in)
         engine.enter(Place(frame, workspace), use)
+        if use == "forward":
+            opened = book.open_ticket(frame, lease.serial, 0, memory.capacity_rows, graph)
+            engine.open_frame(frame)
+        elif use == "backward" and book.crosses(ticket):
+            engine.expect_open(frame)
     except BaseException:
         book.end_use(frame, lease.serial, use)
+        if opened is not None:
+            book.cancel_ticket(opened)
         raise
-    if use == "forward":
-        state = book.open_ticket(frame, lease.serial, 0, memory.capacity_rows, graph)
-        lease.ticket = make_ticket_tensor(book, state.serial)
-        engine.open_frame(frame)
-    elif use == "backward" and book.recording is not None and recorded_in not in (None, book.recording.key):
-        engine.expect_open(frame)
+    if opened is not None:
+        lease.ticket = make_ticket_tensor(book, opened.serial)
     if use != "frame":
         increment_version(_filled_by(memory, frame, workspace, use))
 
@@ -70,7 +77,7 @@ def end_use(memory: Memory, lease: Lease, use: Use, total_recv_tokens: torch.Ten
     engine.enter(Place(frame, held), use)
     if total_recv_tokens is not None:
         book.note_overflow(frame, engine.note_demand(frame, total_recv_tokens))
-    if use == "backward" and ticket is not None and not ticket.returned:
+    if use == "backward" and ticket is not None and not ticket.returned and not book.rehearses(ticket):
         engine.close_frame(frame)
         ticket.returned = True
 
@@ -85,6 +92,7 @@ def _external(memory: Memory, call: str, use: Use) -> ExternalEngine:
         raise ConfigError(f'{call}() takes "forward", "backward" or "frame", found {use!r}')
     if torch.compiler.is_compiling():
         raise ConfigError(f"{call}() inside torch.compile, whose code would not run it again; call it around that")
+    memory.require_open(f'{call}("{use}")')
     return memory.engine
 
 

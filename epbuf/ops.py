@@ -408,8 +408,7 @@ def combine_backward(
 
     place.refusal = attempt.run(check)
     book.touch(state.frame, state.recorded_in)
-    expects_open = book.recording is not None and state.recorded_in not in (None, book.recording.key)
-    outcome = arena.engine.combine_backward(place, grad, expects_open)
+    outcome = arena.engine.combine_backward(place, grad, expects_open=book.crosses(state))
     if outcome.status != _OK or attempt.error is not None:
         book.end_workspace(state.frame, "forward")
     _settle(arena, outcome, attempt, "combine backward")
@@ -508,17 +507,18 @@ def dispatch_backward(
     refusal = attempt.run(check)
     if refusal:
         rows, weights = Rows(), Rows()
+    is_rehearsal = book.rehearses(state)
     book.touch(state.frame, state.recorded_in)
     outcome = arena.engine.dispatch_backward(
         Place(state.frame, workspace, refusal), (rows, weights), grad_x, grad_topk_weights,
-        num_tokens=state.num_tokens, begins_use=begins_use, clears_open=not state.returned,
+        num_tokens=state.num_tokens, begins_use=begins_use, clears_open=not (state.returned or is_rehearsal),
     )  # fmt: skip
     book.end_workspace(state.frame, "backward")
     if arena.policies[state.frame] != "keep" and state.combined:
         book.end_workspace(state.frame, "forward")
     _settle(arena, outcome, attempt, "dispatch backward")
     increment_version((arena.region("grad_recv_tokens", workspace), arena.region("grad_recv_topk_weights", workspace)))
-    state.returned = True
+    state.returned = state.returned or not is_rehearsal
 
 
 def decode(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from movers import Mover, draw, layer_results, moe
 from ranks import raised, size_of
 from rounds import assert_same
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epbuf
 from epbuf.errors import CapacityError, CaptureError, ConfigError, LeaseError, PlanMismatchError, StaleGraphError
@@ -203,6 +206,43 @@ def test_uses_out_of_order_are_refused(arena: epbuf.Arena, calls: str, message: 
         lease.release()
 
 
+@pytest.mark.parametrize("step", ["enter", "open_frame"])
+def test_begin_that_fails_leaves_nothing_behind(
+    arena: epbuf.Arena, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:  # fmt: skip
+    """Whatever the device said: the lease has had no forward, and may begin it."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with arena.acquire() as lease:
+        frames = arena.report()["frames"]
+        with monkeypatch.context() as patch:
+            patch.setattr(arena.engine, step, fail)
+            raised(ZeroDivisionError, lease.begin)
+        assert arena.report()["frames"] == frames and lease.ticket is None
+        lease.begin()
+        lease.end()
+
+
+@pytest.mark.parametrize("how", ["open", "adopt"])
+@pytest.mark.parametrize("use", ["forward", "backward", "frame"])
+@pytest.mark.parametrize("call", ["begin", "end"])
+def test_marks_after_the_arena_is_closed_are_refused(how: str, use: Any, call: str) -> None:
+    """The memory may be gone, or somebody else's; nothing is claimed in it."""
+    arena = open_arena(plan_of(1), None, how)
+    lease = arena.acquire()
+    if use == "backward":
+        lease.begin()
+        lease.end()
+    if call == "end":
+        lease.begin(use)
+    arena.close()
+    claims = list(arena.book.claims())
+    assert "arena that is closed" in raised(LeaseError, lambda: getattr(lease, call)(use))
+    assert list(arena.book.claims()) == claims
+
+
 def test_backward_may_begin_in_the_forward(arena: epbuf.Arena) -> None:
     """Kernels that want the memory of a gradient in the forward have the workspace from then on."""
     with arena.acquire() as lease:
@@ -256,6 +296,68 @@ def test_version_counters_see_a_frame_that_is_used_again(arena: epbuf.Arena) -> 
         rows.sum().backward()
 
 
+class Scaled(torch.autograd.Function):
+    """Multiply rows through regions of a lease, which the backward finds by its ticket."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, arena: epbuf.Arena) -> Tensor:
+        with arena.acquire() as lease:
+            lease.begin()
+            lease.recv_tokens[: len(x)] = x
+            y = lease.recv_tokens[: len(x)] ** 2
+            lease.end()
+            ctx.save_for_backward(lease.ticket)
+        ctx.arena = arena
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (ticket,) = ctx.saved_tensors
+        lease = ctx.arena.lease_of(ticket)
+        lease.begin("backward")
+        lease.grad_recv_tokens[: len(dy)] = 2 * dy * lease.recv_tokens[: len(dy)]
+        dx = lease.grad_recv_tokens[: len(dy)].clone()
+        lease.end("backward")
+        return dx, None
+
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "plain": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_checkpoints_repeat_the_forward_in_a_frame_of_its_own(arena: epbuf.Arena, kind: str) -> None:
+    """Between the two passes nothing has the frame; the backward finds the second pass's by its ticket."""
+    layers = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+    results = [checkpoint(Scaled.apply, x, arena, **CHECKPOINTS[kind]) for x in layers]
+    assert arena.report()["claims"] == []
+    for x, y in zip(layers, results, strict=True):
+        y.backward(torch.ones_like(y))
+        assert x.grad is not None and torch.equal(x.grad, 2 * x)
+    assert arena.report()["claims"] == []
+
+
+def test_lease_of_a_ticket_claims_nothing(arena: epbuf.Arena) -> None:
+    lease, ticket = forward(arena)
+    found = arena.lease_of(ticket)
+    assert found.released and found.frame == lease.frame
+    assert found.recv_tokens.data_ptr() == lease.recv_tokens.data_ptr()
+    assert "was released" in raised(LeaseError, found.begin)
+    for wrong in (None, 3, torch.zeros(8, dtype=torch.uint8), torch.zeros(8), ticket[:4], ticket.to("meta")):
+        assert "takes lease.ticket" in raised(ConfigError, lambda wrong=wrong: arena.lease_of(wrong))
+    with open_arena(plan_of(1), None) as other:
+        assert "of this arena" in raised(ConfigError, partial(other.lease_of, ticket))
+    del ticket
+    assert "nothing left" in raised(LeaseError, lambda: found.begin("backward"))
+    arena.acquire().release()
+
+
 # Holds, early reuse, guard
 
 
@@ -302,8 +404,12 @@ def test_backward_graph_without_its_forward_counts_as_early_reuse(arena: epbuf.A
     assert arena.report()["num_early_reuses"] == count
 
 
-def test_step_that_reuses_a_frame_early_raises(arena: epbuf.Arena) -> None:
-    """A step whose backward belongs to another graph's forward raises when it is replayed without that."""
+@pytest.mark.parametrize("warmup", [0, 1, 2])
+def test_step_that_reuses_a_frame_early_raises(arena: epbuf.Arena, warmup: int) -> None:
+    """A step whose backward belongs to another graph's forward raises when it is replayed without that, and only then.
+
+    Warm-up repeats it without, which is nobody's mistake.
+    """
     kept: list[Any] = []
 
     def run_forward(x: Tensor) -> Tensor:
@@ -319,11 +425,12 @@ def test_step_that_reuses_a_frame_early_raises(arena: epbuf.Arena) -> None:
 
     x = torch.zeros(1)
     outside = arena.acquire()
-    first = epbuf.CapturedStep.capture(arena, run_forward, (x,), warmup=0)
-    second = epbuf.CapturedStep.capture(arena, run_backward, (x,), warmup=0)
-    first(x)
-    second(x)
-    second.check()
+    first = epbuf.CapturedStep.capture(arena, run_forward, (x,), warmup=warmup)
+    second = epbuf.CapturedStep.capture(arena, run_backward, (x,), warmup=warmup)
+    for _ in range(2):
+        first(x)
+        second(x)
+        second.check()
     second(x)
     with pytest.raises(LeaseError, match="already been followed by its backward"):
         second.check()
@@ -440,6 +547,20 @@ def test_adopted_arena_grows_into_memory_that_it_is_given(spread: Spread) -> Non
     assert spread(2, _grows, "adopt") == [64, 64]
 
 
+def test_rows_that_are_asked_for_fit_the_alignment() -> None:
+    """What the message says to plan can be planned."""
+    plan = plan_of(1, expert_alignment=4)
+    with epbuf.Arena.adopt(plan, memory_of(plan)) as arena:
+        with arena.acquire() as lease:
+            lease.begin()
+            lease.end(total_recv_tokens=torch.tensor([997]))
+        message = raised(ConfigError, arena.grow_to_peak)
+        rows = int(re.findall(r"recv_capacity_per_rank=(\d+)", message)[0])
+        larger = plan_of(1, expert_alignment=4, recv_capacity_per_rank=rows)
+        arena.grow(larger, memory_of(larger))
+        assert arena.grow_to_peak() == []
+
+
 def test_growth_of_an_adopted_arena_asks_for_memory() -> None:
     plan, larger = plan_of(1), plan_of(1, max_tokens_per_rank=9)
     memory = memory_of(plan)
@@ -494,7 +615,7 @@ def _one_brings_less(rank: int, group: Any) -> str:
 
 def test_memory_of_one_rank_is_refused_on_all(spread: Spread) -> None:
     first, second = spread(2, _one_brings_less)
-    assert first.startswith("rank 1 brought memory that cannot be adopted: adopt() needs")
+    assert first.startswith("rank 1 refuses Arena.adopt: adopt() needs")
     assert second.startswith("adopt() needs")
 
 
@@ -524,8 +645,13 @@ def _other_way(rank: int, group: Any, ways: tuple[str, str]) -> str:
 )
 def test_ranks_that_open_in_another_way_are_named_on_all(spread: Spread, ways: tuple[str, str]) -> None:
     """Kernels of two kinds would wait for each other's signals until the time-out."""
+    said = {
+        "native": 'Arena.open(engine="native"',
+        "external": 'Arena.open(engine="external"',
+        "adopted": "Arena.adopt",
+    }
     for message in spread(2, _other_way, ways):
-        assert f"rank 0 opens {ways[0]}" in message and f"rank 1 opens {ways[1]}" in message
+        assert f"rank 0 asks for {said[ways[0]]}" in message and f"rank 1 for {said[ways[1]]}" in message
 
 
 def test_memory_of_an_open_arena_is_not_adopted_twice() -> None:
@@ -668,3 +794,60 @@ def test_abandoned_external_arena_leaves_nobody_waiting() -> None:
     plan = plan_of(1)
     with pytest.raises(ZeroDivisionError), pytest.warns(ResourceWarning), open_arena(plan, None):
         raise ZeroDivisionError
+
+
+MOVES: dict[str, Callable[[Tensor], object]] = {
+    "shared": lambda memory: memory.share_memory_(),
+    "freed": lambda memory: memory.untyped_storage().resize_(0),
+    "larger": lambda memory: memory.untyped_storage().resize_(1 << 24),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("call", ["acquire", "begin", "end", "window_of", "step", "report", "check", "grow"])
+def test_adopted_memory_that_moves_is_refused(move: str, call: str) -> None:
+    """Regions would be addresses of memory that was given back; close() still ends the arena."""
+    plan, number = plan_of(1, num_frames=2), torch.zeros(1)
+    memory = memory_of(plan)
+    arena = epbuf.Arena.adopt(plan, memory)
+    step = epbuf.CapturedStep.capture(arena, lambda number: number + 1, (number,))
+    lease = arena.acquire()
+    if call == "end":
+        lease.begin()
+    MOVES[move](memory)
+    calls: dict[str, Callable[[], object]] = {
+        "acquire": arena.acquire,
+        "begin": lease.begin,
+        "end": lease.end,
+        "window_of": lambda: lease.window_of("recv_tokens"),
+        "step": lambda: step(number),
+        "report": arena.report,
+        "check": arena.check,
+        "grow": lambda: arena.grow(plan_of(1, 3), memory_of(plan_of(1, 3))),
+    }
+    assert "adopted memory is gone" in raised(LeaseError, calls[call])
+    step.close()
+    arena.close()
+
+
+def test_tensor_that_gets_other_memory_leaves_the_arena_its_own() -> None:
+    """The arena keeps the storage, whatever becomes of the tensor that brought it."""
+    plan = plan_of(1)
+    memory = memory_of(plan)
+    with epbuf.Arena.adopt(plan, memory) as arena:
+        memory.data = torch.zeros(3, dtype=torch.uint8)
+        gc.collect()
+        with arena.acquire() as lease:
+            lease.begin()
+            lease.recv_tokens.fill_(7)
+            assert bool((lease.packed("recv_tokens").view(torch.float32) == 7).all())
+            lease.end()
+
+
+@pytest.mark.parametrize("policy", ["stash", "recompute"])
+def test_rows_that_our_backward_would_bring_back_are_refused(policy: Any) -> None:
+    plan = epbuf.Plan.build(plan_of(1).config, recv_policy=policy)
+    memory = torch.empty(plan.total_bytes + 256, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 256 :]
+    for opened in (lambda: epbuf.Arena.open(plan, engine="external"), lambda: epbuf.Arena.adopt(plan, memory)):
+        assert f"recv_policy='{policy}'" in raised(ConfigError, opened)

@@ -182,6 +182,37 @@ def test_backward_without_its_dispatch_counts_as_early_reuse(times: int, count: 
     assert virtual(1, _early, times) == [count]
 
 
+@pytest.mark.parametrize("warmup", [0, 1, 2])
+def test_warm_up_is_no_early_reuse(warmup: int) -> None:
+    """Rule 16: only replays count; warm-up repeats a backward without its dispatch, and leaves OPEN as it is."""
+    inputs = draw_inputs(CASE, 0, True)
+    x, kept, number = inputs.x.requires_grad_(), dict[str, Tensor](), torch.zeros(1)
+    with open_arena(1) as arena:
+        lease = arena.acquire()
+
+        def run_forward(number: Tensor) -> Tensor:
+            kept.clear()
+            kept["y"] = epbuf.combine(lease, epbuf.dispatch(lease, x, inputs.topk_idx).tokens * 2)
+            return number + 1
+
+        def run_backward(number: Tensor) -> Tensor:
+            torch.autograd.grad(kept["y"].sum(), x, retain_graph=True)
+            return number + 1
+
+        first = epbuf.CapturedStep.capture(arena, run_forward, (number,), warmup=warmup)
+        second = epbuf.CapturedStep.capture(arena, run_backward, (number,), warmup=warmup)
+        for _ in range(2):
+            first(number)
+            second(number)
+            second.check()
+        second(number)
+        with pytest.raises(LeaseError, match="already been followed by its backward"):
+            second.check()
+        kept.clear()
+        for step in (first, second):
+            step.close()
+
+
 def test_backward_in_the_same_graph_is_no_early_reuse(arena: epbuf.Arena) -> None:
     """Rule 16: a retained backward within one capture, or outside any, is the user's right and not counted."""
     life = Life("step")

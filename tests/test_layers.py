@@ -20,7 +20,7 @@ TABLE = (
     ("config", "schedule", "memory_map"),
     ("plan",),
     ("reference", "accounting", "growth", "report", "windows", "control"),
-    ("engine",),
+    ("engine", "agreement"),
     ("engines",),
     ("lease", "debug"),  # a lease knows its arena by a protocol
     ("marks",),  # knows the memory by a protocol

@@ -122,7 +122,7 @@ def test_missing_extra_is_named(pool: Pool) -> None:
 
 def test_extra_that_one_rank_lacks_is_named_on_all(pool: Pool) -> None:
     first, second = pool.run(2, _without_extra, (1,))
-    assert first.startswith('rank 1 cannot open this engine: engine="nccl_ep" needs nccl.core')
+    assert first.startswith('rank 1 refuses Arena.open: engine="nccl_ep" needs nccl.core')
     assert second.startswith('engine="nccl_ep" needs nccl.core')
 
 
@@ -349,6 +349,30 @@ def test_refusal_in_combine_reaches_all_at_the_next_dispatch(pool: Pool, where: 
     first, second = pool.run(2, _refuses_later, where)
     assert len(first) == 2 and len(second) == 1
     assert first[1] == second[0] and second[0].startswith("rank 0 refused dispatch")
+
+
+def _recorded_after_a_refusal(rank: int, group: Any) -> str:
+    """Refuse in combine on one rank, record a dispatch, then dispatch eagerly."""
+    config = config_of()
+    x, ids = torch.ones(6, config.hidden), torch.tensor([[0, 5]] * 6)
+    with played(), _open(group, config) as arena, torch.no_grad():
+        with arena.acquire() as lease:
+            rows = epbuf.dispatch(lease, x, ids).tokens
+            if rank == 0:
+                raised(ConfigError, lambda: epbuf.combine(lease, rows.double()))
+            else:
+                epbuf.combine(lease, rows)
+        with arena.acquire() as lease, mock.patch.object(nccl_ep.NcclEpEngine, "capture_key", lambda self: 1):
+            epbuf.combine(lease, epbuf.dispatch(lease, x, ids).tokens)
+        assert int(arena.memory.engine.status().num_refusals) == 0
+        with arena.acquire() as lease:
+            return raised(ConfigError, lambda: epbuf.dispatch(lease, x, ids))
+
+
+def test_refusal_in_combine_is_recorded_into_no_graph(pool: Pool) -> None:
+    """It would come again with every replay; the next eager dispatch tells it."""
+    for message in pool.run(2, _recorded_after_a_refusal):
+        assert message.startswith("rank 0 refused dispatch")
 
 
 def _policies(rank: int, group: Any) -> list[str]:

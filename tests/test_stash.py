@@ -604,3 +604,12 @@ def test_debug_mode_with_layers_that_differ() -> None:
     plain = virtual(2, _debugged, config_of(2), False)
     for got, want in zip(virtual(2, _debugged, config_of(2), True), plain, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_stash_opens_under_another_default_device() -> None:
+    """Models are often made under `with torch.device("meta")`, and arenas with them."""
+    with torch.device("meta"):
+        arena = epbuf.Arena.open(epbuf.Plan.build(base_config(1), recv_policy="stash"))
+    free = arena.region("stash_free")
+    assert torch.equal(free, torch.arange(len(free), dtype=free.dtype))
+    arena.close()

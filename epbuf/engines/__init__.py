@@ -38,6 +38,11 @@ def check_fit(word: str, plan: Plan, device: torch.device) -> None:
             f'Arena.open(engine="native") with a plan for {plan.engine!r}: pass engine="{plan.engine}", or build the '
             "plan without engine="
         )
+    if word == "external" and plan.recv_policy != "keep":
+        raise ConfigError(
+            f'engine="external" with recv_policy={plan.recv_policy!r}: rows come back in combine\'s backward, which is '
+            'not ours there; build the plan with recv_policy="keep"'
+        )
     if word != "nccl_ep":
         return
     if plan.engine != "nccl_ep":

@@ -74,7 +74,9 @@ class NcclEpEngine(NativeEngine):
 
     def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
         with self._behind(place, "forward"):
-            refusal, self._pending_refusal = place.refusal or self._pending_refusal, 0
+            refusal = place.refusal
+            if not self.capture_key():  # a graph would tell the peers again at every replay
+                refusal, self._pending_refusal = refusal or self._pending_refusal, 0
             rows = self._count_rows[place.frame]
             ids = self._counts.ids[place.frame][: 0 if place.refusal else topk_idx.shape[0]]
             self._counts.count(rows[self._rank], ids, topk_idx, live_tokens)

@@ -20,7 +20,10 @@ class AdoptedWindow:
 
     def __init__(self, tensor: torch.Tensor, nbytes: int, rank: int, num_ranks: int) -> None:
         """Take the first `nbytes` of a tensor that `check_adoptable` accepts, and zero them. Local; synchronises."""
-        self._tensor: torch.Tensor | None = tensor
+        self._tensor: torch.Tensor | None = tensor  # whose death may be what frees the memory
+        self._storage: torch.UntypedStorage | None = tensor.untyped_storage()  # to which a tensor is not bound for ever
+        self._storage_start = self._storage.data_ptr()
+        self._start, self._end = tensor.data_ptr(), tensor.data_ptr() + nbytes
         self.device = tensor.device
         self.peers = [0] * num_ranks
         self.peers[rank] = tensor.data_ptr()
@@ -29,18 +32,26 @@ class AdoptedWindow:
             torch.cuda.synchronize(tensor.device)
 
     def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
-        assert self._tensor is not None, "an arena that is closed makes no regions"
-        address = self._tensor.data_ptr() + offset
+        assert self._storage is not None, "an arena that is closed makes no regions"
+        owner, address = (self._tensor, self._storage), self._start + offset
         if self.device.type == "cuda":
-            return device_bytes(self._tensor, address, nbytes, self.device)
-        return torch.frombuffer(_host_bytes(self._tensor, address, nbytes), dtype=torch.uint8)
+            return device_bytes(owner, address, nbytes, self.device)
+        return torch.frombuffer(_host_bytes(owner, address, nbytes), dtype=torch.uint8)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the memory is where it was: its owner may resize the storage, or move it to shared memory."""
+        storage = self._storage
+        if storage is None:
+            return True
+        return storage.data_ptr() == self._storage_start and self._end - self._storage_start <= storage.nbytes()
 
     def close(self) -> None:
         """Let go of the tensor: its memory is its owner's, and lasts as long as that or a view of ours wants it."""
-        self._tensor = None
+        self._tensor = self._storage = None
 
 
-def _host_bytes(owner: torch.Tensor, address: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
+def _host_bytes(owner: object, address: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
     """Return host memory as a buffer that keeps its owner alive."""
     buffer = (ctypes.c_uint8 * nbytes).from_address(address)
     buffer.owner = owner  # type: ignore[attr-defined]
@@ -57,6 +68,11 @@ def check_adoptable(tensor: object, nbytes: int) -> torch.Tensor:
         raise ConfigError(
             f"adopt() takes a plain torch.Tensor [n] uint8, found {type(tensor).__name__}; pass one of {nbytes:,} "
             "bytes, to grow(plan, tensor) as well"
+        )
+    if tensor.is_inference():
+        raise ConfigError(
+            "adopt() takes a tensor that may be written anywhere, found one made inside torch.inference_mode; allocate "
+            "it outside"
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise ConfigError(f"adopt() takes memory on cpu or cuda, found a tensor on {tensor.device}; allocate it there")
