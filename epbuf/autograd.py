@@ -141,6 +141,32 @@ def dispatch(
             f'recv_policy="{policy}" inside torch.compile: compiled code would read the rows of the first dispatch; '
             "call the layer outside the compiled function, or compile the experts alone"
         )
+    sent = _tokens_of(lease, x, topk_idx, topk_weights, x_scales, num_tokens)
+    if _records():
+        carrier, weights, ticket = _apply(_Dispatch, arena.anchor, x, topk_weights, sent, lease)
+    else:
+        carrier, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
+    arena, frame = _arena(lease), lease.frame  # others than before, if the arena has grown
+    if torch.compiler.is_compiling():
+        ticket = ticket.detach()  # a checkpoint returns to the code around it what torch ops made, but no HOP's results
+    lease.ticket, lease.num_tokens = ticket, x.shape[0]
+    if arena.policies[frame] == "recompute":
+        parts = (x, topk_idx, topk_weights, sent.x_scales, sent.x_row_scales, num_tokens)
+        lease.sent = tuple(None if part is None else part.detach() for part in parts)
+    tokens, recv_scales, recv_row_scales = _received_views(arena, frame, carrier)
+    offs, per_expert, valid_per_expert, total, overflow = _routing_views(arena, frame)
+    return Received(
+        tokens, recv_scales, recv_row_scales, carrier, weights, offs, per_expert, valid_per_expert, total, overflow,
+        ticket,
+    )  # fmt: skip
+
+
+def _tokens_of(
+    lease: Lease, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None,
+    x_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, num_tokens: torch.Tensor | None,
+) -> Tokens:  # fmt: skip
+    """Return what dispatch was given; complete the round and raise if a tensor is none, or on another device."""
+    arena = _arena(lease)
     scales, row_scales = x_scales if isinstance(x_scales, tuple) and len(x_scales) == 2 else (x_scales, None)
     if not are_placed(arena, (x, topk_idx), (topk_weights, scales, row_scales, num_tokens)):
         needed = {"x": x, "topk_idx": topk_idx}
@@ -152,24 +178,7 @@ def dispatch(
         _refuse(lease, ops.refuse_dispatch, lambda: check_places(arena, needed, optional))
     if torch.compiler.is_compiling() and isinstance(scales, torch.Tensor) and scales.dtype == arena.recv_scale_dtype:
         scales = as_bytes(scales)
-    sent = Tokens(x, topk_idx, topk_weights, cast(torch.Tensor, scales), row_scales, num_tokens)
-    if _records():
-        carrier, weights, ticket = _apply(_Dispatch, arena.anchor, x, topk_weights, sent, lease)
-    else:
-        carrier, weights, ticket = _forward_dispatch(lease, sent, x, topk_weights)
-    arena, frame = _arena(lease), lease.frame  # others than before, if the arena has grown
-    if torch.compiler.is_compiling():
-        ticket = ticket.detach()  # a checkpoint returns to the code around it what torch ops made, but no HOP's results
-    lease.ticket, lease.num_tokens = ticket, x.shape[0]
-    if arena.policies[frame] == "recompute":
-        parts = (x, topk_idx, topk_weights, sent.x_scales, row_scales, num_tokens)
-        lease.sent = tuple(None if part is None else part.detach() for part in parts)
-    tokens, recv_scales, recv_row_scales = _received_views(arena, frame, carrier)
-    offs, per_expert, valid_per_expert, total, overflow = _routing_views(arena, frame)
-    return Received(
-        tokens, recv_scales, recv_row_scales, carrier, weights, offs, per_expert, valid_per_expert, total, overflow,
-        ticket,
-    )  # fmt: skip
+    return Tokens(x, topk_idx, topk_weights, cast(torch.Tensor, scales), row_scales, num_tokens)
 
 
 def combine(

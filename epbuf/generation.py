@@ -59,7 +59,6 @@ class Generation:
         token_dtype, hidden, num_topk, max_tokens_per_rank, capacity_rows: of the plan, at hand for every op's checks.
         row_strides: (H, 1), of rows without gaps.
         stash_rows: rows that the pages of the stash hold; 0 without.
-        frames_with_pages: frames whose last eager dispatch took pages that were not returned since.
         recv_payload, grad_payload: formats of dispatch and of combine's backward.
         num_scales, recv_scale_dtype: block scales of a dispatched row, without padding; None when it has none.
         policies: recv_policy of each frame.
@@ -133,7 +132,6 @@ class Generation:
         self.num_scales = plan.num_scales
         dtypes = {region.name: getattr(torch, region.dtype) for region in plan.regions}
         self.recv_scale_dtype: torch.dtype | None = dtypes.get("recv_scales")
-        self.frames_with_pages: set[int] = set()
         self.stash_rows = plan.num_stash_pages * STASH_PAGE_ROWS
         self.may_refuse_result = config.validate_ids or config.overflow_policy == "error"
 

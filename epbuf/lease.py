@@ -171,6 +171,7 @@ class LeaseBook:
         self._taken: dict[Direction, list[bool]] = {d: [False] * num_workspaces for d in ("forward", "backward")}
         self._tickets: dict[int, Ticket] = {}
         self._ended: deque[int] = deque()
+        self._with_pages: set[int] = set()  # frames whose last eager dispatch took pages of the stash
         self._serial = 0
         self._lock = threading.RLock()
 
@@ -412,13 +413,23 @@ class LeaseBook:
             self._forget_dead_graphs()
             return list(self.graphs.values())
 
-    def is_unused(self, frame: int) -> bool:
-        """Tell whether no claim, reservation or graph has a frame."""
+    def take_pages(self, frame: int) -> list[int]:
+        """Note that an eager dispatch of a frame takes pages; return the frames whose pages nobody can want any more.
+
+        Their backward has not run, and no claim, reservation or graph has them.
+        """
         with self._lock:
             self._apply_ended()
             self._forget_dead_graphs()
-            is_held = any(frame in graph.frames for graph in self.graphs.values())
-            return not is_held and not self._is_busy(self._frames[frame])
+            held = {index for graph in self.graphs.values() for index in graph.frames}
+            free = [index for index in self._with_pages - held if not self._is_busy(self._frames[index])]
+            self._with_pages.difference_update(free)
+            self._with_pages.add(frame)
+            return sorted(free)
+
+    def end_pages(self, frame: int) -> None:
+        """Note that a frame has returned its pages."""
+        self._with_pages.discard(frame)
 
     def claims(self) -> Iterator[tuple[int, str, str]]:
         """Yield (frame, kind, place in the user's code) of every living claim."""

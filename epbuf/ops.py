@@ -309,8 +309,8 @@ def _push(
     graph = arena.book.touch(state.frame, state.recorded_in, place.capture)
     rows = Encoded(sent.x, sent.x_scales, sent.x_row_scales) if is_encoded(arena, sent) else sent.x
     if arena.policies[state.frame] == "stash" and graph is None:
-        _return_pages_of_unused(arena)
-        arena.frames_with_pages.add(state.frame)
+        for frame in arena.book.take_pages(state.frame):
+            arena.engine.return_pages(Place(frame, 0))
     outcome = arena.engine.dispatch(place, rows, sent.topk_weights)
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
@@ -325,14 +325,6 @@ def _push(
     if attempt.error is not None:
         arena.book.cancel_ticket(state)
         raise attempt.take() or AssertionError("checked above")
-
-
-def _return_pages_of_unused(arena: Generation) -> None:
-    """Free the pages of eager dispatches whose backward can no longer run: nothing has their frames."""
-    for frame in sorted(arena.frames_with_pages):
-        if arena.book.is_unused(frame):
-            arena.engine.return_pages(Place(frame, 0))
-            arena.frames_with_pages.discard(frame)
 
 
 def _pull(
@@ -375,7 +367,7 @@ def _pull(
             arena.engine.stash(place)
         else:
             arena.engine.return_pages(place)
-            arena.frames_with_pages.discard(frame)
+            arena.book.end_pages(frame)
         state.versions = tuple(region._version for region in arena.received(frame, workspace).regions)
     book.end_workspace(frame, "forward")
     return y
@@ -472,7 +464,7 @@ def restore(
     arena.book.touch(state.frame, state.recorded_in)
     outcome = arena.engine.restore(Place(state.frame, state.workspace), returns_pages=is_last)
     if is_last:
-        arena.frames_with_pages.discard(state.frame)
+        arena.book.end_pages(state.frame)
     torch._C._autograd._unsafe_set_version_counter(filled.regions, state.versions)
     _settle(arena, outcome, attempt, "combine backward")
 
