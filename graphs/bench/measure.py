@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -201,7 +201,7 @@ def rates(session: Session, nbytes: int) -> dict[str, float]:
         found["write"] = _rate(lambda: target.fill_(2.0), nbytes, session)
         found["read"] = _rate(lambda: target.sum(), nbytes, session)
         if session.num_gpus > 1:
-            found["peer"] = _peer_rate(nbytes)
+            found["peer"] = peer_rate(nbytes, [(0, 1), (1, 0)])
     session.meet()
     return gather(found)[0]
 
@@ -210,19 +210,20 @@ def _rate(call: Callable[[], object], nbytes: int, session: Session) -> float:
     return nbytes / statistics.median(times_here(call, 10, session)) * 1e6
 
 
-def _peer_rate(nbytes: int) -> float:
-    """Copy both ways at once between GPU 0 and GPU 1; return bytes per second one way."""
-    sources, targets = ([torch.ones(nbytes // 4, device=f"cuda:{gpu}") for gpu in range(2)] for _ in range(2))
-    streams = [torch.cuda.Stream(gpu) for gpu in range(2)]
+def peer_rate(nbytes: int, ways: Sequence[tuple[int, int]]) -> float:
+    """Copy from one GPU to another along all ways at once; return bytes per second of each way, the best of six."""
+    gpus = sorted({gpu for way in ways for gpu in way})
+    sources, targets = ({gpu: torch.ones(nbytes // 4, device=f"cuda:{gpu}") for gpu in gpus} for _ in range(2))
+    streams = {gpu: torch.cuda.Stream(gpu) for gpu in gpus}
     best = float("inf")
     for _ in range(6):
-        for gpu in range(2):
+        for gpu in gpus:
             torch.cuda.synchronize(gpu)
         start = time.perf_counter()
-        for gpu in range(2):
-            with torch.cuda.stream(streams[gpu]):
-                targets[1 - gpu].copy_(sources[gpu], non_blocking=True)
-        for gpu in range(2):
+        for source, target in ways:
+            with torch.cuda.stream(streams[source]):
+                targets[target].copy_(sources[source], non_blocking=True)
+        for gpu in gpus:
             torch.cuda.synchronize(gpu)
         best = min(best, time.perf_counter() - start)
     return nbytes / best

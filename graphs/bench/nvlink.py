@@ -18,7 +18,6 @@ import argparse
 import itertools
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -30,7 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TOKENS = (128, 1024, 4096, 8192)
 RANKS = (2, 4, 8)
 COPY_BYTES = 2**30
-NUM_COPIES = 6
 
 
 def ranks_of(num_gpus: int) -> list[int]:
@@ -70,40 +68,16 @@ def show_copies() -> int:
 def measure_copies() -> int:
     """Copy between each two GPUs, one way and both ways at once; return 1 if two of them do not address each other."""
     import torch
+    from measure import peer_rate
 
-    gpus = range(torch.cuda.device_count())
-    buffers = {gpu: [torch.ones(COPY_BYTES // 4, device=f"cuda:{gpu}") for _ in range(2)] for gpu in gpus}
     print("| GPUs | address each other | one way GB/s | each way of both GB/s |\n|---|---|---|---|")
     are_peers = True
-    for a, b in itertools.combinations(gpus, 2):
+    for a, b in itertools.combinations(range(torch.cuda.device_count()), 2):
         is_peer = torch.cuda.can_device_access_peer(a, b) and torch.cuda.can_device_access_peer(b, a)
         are_peers &= is_peer
-        one, both = (rate(buffers, ways) / 1e9 for ways in ([(a, b)], [(a, b), (b, a)]))
+        one, both = (peer_rate(COPY_BYTES, ways) / 1e9 for ways in ([(a, b)], [(a, b), (b, a)]))
         print(f"| {a}, {b} | {'yes' if is_peer else 'NO'} | {one:.0f} | {both:.0f} |", flush=True)
     return 0 if are_peers else 1
-
-
-def rate(buffers: dict[int, list], ways: Sequence[tuple[int, int]]) -> float:
-    """Return bytes per second of one of several copies that go on at once, the median of some."""
-    import torch
-
-    found = []
-    for _ in range(NUM_COPIES):
-        events = {}
-        for source, target in ways:
-            torch.cuda.synchronize(source)
-            torch.cuda.synchronize(target)
-        for source, target in ways:
-            with torch.cuda.device(source):
-                events[source] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-                events[source][0].record()
-                buffers[target][1].copy_(buffers[source][0], non_blocking=True)
-                events[source][1].record()
-        for source, _ in ways:
-            events[source][1].synchronize()
-        slowest_ms = max(begin.elapsed_time(end) for begin, end in events.values())
-        found.append(COPY_BYTES / slowest_ms * 1e3)
-    return statistics.median(found)
 
 
 def run(command: Sequence[str]) -> int:

@@ -66,16 +66,9 @@ def shortened(record: Record) -> dict[str, Any]:
     """Return a record with medians in place of its samples."""
     medians = {op: round(statistics.median(samples), 1) for op, samples in record["times_us"].items()}
     kept = (
-        "system",
-        "shape",
-        "window",
-        "wire",
-        "combine_order",
-        "window_bytes",
-        "capacity_rows",
-        "host_us",
+        "system", "shape", "window", "wire", "combine_order", "window_bytes", "capacity_rows", "host_us",
         "relative_error",
-    )
+    )  # fmt: skip
     return {name: record[name] for name in kept if name in record} | {"median_us": medians}
 
 
