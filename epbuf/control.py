@@ -70,6 +70,24 @@ class ControlWords:
         return _C.Control.at(self._on_host.data_ptr())
 
 
+class KeepsWords:
+    """What an engine says of a rank that has nothing but its own words: no kernel of the engine's talks to peers."""
+
+    _words: ControlWords
+
+    def control(self) -> _C.Control:
+        return self._words.read()
+
+    def status(self) -> _C.Control:
+        return self._words.mirrored()
+
+    def progress(self) -> list[tuple[int, int, int, int]]:
+        return []
+
+    def abort(self) -> None:
+        """Do nothing: peers hear of it from the other library's communication, or by its time-out."""
+
+
 def demand_peaks(frame_counters: torch.Tensor) -> torch.Tensor:
     """Return the demand peak of each frame, as a view.
 

@@ -342,11 +342,8 @@ class StreamOrder:
         shared = ("frame", place.frame), (direction, place.workspace)
         behind = set()
         for name, index in (("arena", 0),) if self.is_one_order else shared:
-            used = (
-                name,
-                index,
-                now.capture != 0,
-            )  # ops outside captures follow each other, whatever was captured between
+            # Ops outside captures follow each other, whatever was captured between.
+            used = name, index, now.capture != 0
             last = self._last.get(used, now)
             if last[0] != stream and last[1] == now.capture == self.capture_of(last[0]):
                 behind.add(last[0])

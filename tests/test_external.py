@@ -6,7 +6,6 @@ import gc
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,12 @@ import torch
 from movers import Mover, draw, layer_results, moe
 from ranks import raised, size_of
 from rounds import assert_same
+from test_holds import Life
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epbuf
 from epbuf.errors import CapacityError, CaptureError, ConfigError, LeaseError, PlanMismatchError, StaleGraphError
-from epbuf.lease import Graph
 
 Spread = Callable[..., list[Any]]
 
@@ -51,18 +50,6 @@ def open_arena(plan: epbuf.Plan, group: Any, how: str = "open") -> epbuf.Arena:
 def arena(request: pytest.FixtureRequest) -> Iterator[epbuf.Arena]:
     with open_arena(plan_of(1), None, request.param) as arena:
         yield arena
-
-
-@dataclass
-class Life:
-    """A graph that dies when told."""
-
-    name: str
-    alive: bool = True
-    graph: Graph = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.graph = Graph(self.name, f"{self.name}.py:1", lambda: self.alive)
 
 
 def one_layer(arena: epbuf.Arena, mover: Mover, seed: int) -> None:

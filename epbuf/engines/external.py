@@ -7,14 +7,14 @@ from typing import NoReturn
 import torch
 
 from epbuf import _C
-from epbuf.control import ControlWords
+from epbuf.control import ControlWords, KeepsWords
 from epbuf.engine import Encoded, OnStreams, Place, Rows, StreamOrder
 from epbuf.engines.regions import RegionTensors
 from epbuf.plan import Plan
 from epbuf.windows import Window
 
 
-class ExternalEngine(OnStreams):
+class ExternalEngine(KeepsWords, OnStreams):
     """Marks of use in stream order, and the device words that a replay needs: OPEN, demand, overflow.
 
     Nothing here talks to a peer: the caller's kernels synchronise the ranks among themselves.
@@ -67,18 +67,6 @@ class ExternalEngine(OnStreams):
 
     def follow(self, frame: int) -> None:
         self.enter(Place(frame, frame), "frame")
-
-    def control(self) -> _C.Control:
-        return self._words.read()
-
-    def status(self) -> _C.Control:
-        return self._words.mirrored()
-
-    def progress(self) -> list[tuple[int, int, int, int]]:
-        return []
-
-    def abort(self) -> None:
-        """Do nothing: peers hear of it from the caller's own communication."""
 
     def close(self, *, is_healthy: bool = True) -> None:
         """Let go of the window."""

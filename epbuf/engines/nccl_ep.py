@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from epbuf import _C
-from epbuf.control import ControlWords
+from epbuf.control import ControlWords, KeepsWords
 from epbuf.engine import Encoded, NativeEngine, Place, Rows, StreamOrder
 from epbuf.engines.nccl_ep_counts import RouteCounts, new_outcome
 from epbuf.engines.nccl_ep_library import Library
@@ -28,7 +28,7 @@ from epbuf.windows import Window
 from epbuf.windows.group import Group
 
 
-class NcclEpEngine(NativeEngine):
+class NcclEpEngine(KeepsWords, NativeEngine):
     """The calls that move rows are the library's; local ones (decoding, weight gradients) are those of `NativeEngine`.
 
     An eager route reads the host once: what a rank refuses is then known to all before a row moves. In a capture
@@ -149,18 +149,6 @@ class NcclEpEngine(NativeEngine):
             if clears_open:
                 self._words.close_frame(place.frame)
             return self._complete(place)
-
-    def control(self) -> _C.Control:
-        return self._words.read()
-
-    def status(self) -> _C.Control:
-        return self._words.mirrored()
-
-    def progress(self) -> list[tuple[int, int, int, int]]:
-        return []
-
-    def abort(self) -> None:
-        """Do nothing: no peer can be told. One that waits for this rank ends with the library's own time-out."""
 
     def close(self, *, is_healthy: bool = True) -> None:
         """Destroy handles, group and communicator; of an unhealthy group keep them, as to destroy needs the peers."""
