@@ -2,6 +2,7 @@
 // that one adds what it gets.
 #include "chain.cuh"
 #include "kernels.h"
+#include "pull.cuh"
 #include "record.cuh"
 #include "sum.cuh"
 #include "wire.cuh"
@@ -9,14 +10,12 @@
 namespace epbuf::cuda {
 namespace {
 
-constexpr std::uint32_t kThreads = 256;
-constexpr std::uint32_t kBlocksPerSm = 4;  // that an SM holds
-constexpr std::uint32_t kMaxBlocks = 1 << 20;
-constexpr std::uint32_t kWarps = kThreads / kWarpSize;
-constexpr std::int64_t kMinWarps = 1024;    // below as many tokens, warps share rows
-constexpr std::int64_t kAddMaxVecs = 256;   // of a row that a warp takes: each warp fetches the token's slots
-constexpr std::int64_t kPullMaxVecs = 128;  // short pieces end together
-constexpr std::int32_t kAddends = 4;        // of a token in flight per lane
+constexpr std::uint32_t kAddThreads = 256;
+constexpr std::uint32_t kAddBlocksPerSm = 4;
+constexpr std::uint32_t kAddWarps = kAddThreads / kWarpSize;
+constexpr std::int64_t kAddMinWarps = 1024;  // below as many tokens, warps share rows
+constexpr std::int64_t kAddMaxVecs = 256;    // of a row that a warp takes: each warp fetches the token's slots
+constexpr std::int32_t kAddends = 4;         // of a token in flight per lane
 
 // One warp: where a token's rows on this rank are, in k order, into `rows`.
 __device__ __forceinline__ void list_rows(const WireKernel& k, const RowsHere& here, std::uint64_t mask,
@@ -33,8 +32,8 @@ __device__ __forceinline__ void list_rows(const WireKernel& k, const RowsHere& h
 // Example, rank 1 of 2, T = 1, K = 3, slots of rank 0 {rank 1 row 4, rank 0 row 0, rank 1 row 2}, H = 2, rows 4 and 2
 // {1, 2} and {10, 20}: row 0 of wire_rows becomes {11, 22}.
 template <typename Dtype>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) add_kernel(const __grid_constant__ WireKernel k) {
-  __shared__ std::uint64_t sources[kWarps][kMaxTopk];
+__global__ void __launch_bounds__(kAddThreads, kAddBlocksPerSm) add_kernel(const __grid_constant__ WireKernel k) {
+  __shared__ std::uint64_t sources[kAddWarps][kMaxTopk];
   await_previous();
   release_next();
   if (warp_skips(k.call)) return;
@@ -158,8 +157,9 @@ __device__ __forceinline__ void pull_weight(const PullKernel& k, std::int64_t to
 // Example, rank 0 of 3, T = 1, K = 5, slots {rank 2 row 0, rank 0 row 1, rank 1 row 7, rank 2 row 3, rank 0 row 4}:
 // addends are rows 1 and 4 of this rank, whose sum is rounded, row 7 of rank 1, and row 0 of wire_rows of rank 2.
 template <typename Dtype>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) pull_by_rank_kernel(const __grid_constant__ PullKernel k) {
-  __shared__ std::uint64_t sources[kWarps][kMaxTopk];
+__global__ void __launch_bounds__(kPullThreads, kPullBlocksPerSm)
+    pull_by_rank_kernel(const __grid_constant__ PullKernel k) {
+  __shared__ std::uint64_t sources[kPullWarps][kMaxTopk];
   await_previous();
   release_next();
   if (warp_stops(k.call)) return;
@@ -201,18 +201,14 @@ void (*pull_of(TokenDtype dtype))(PullKernel) {
 void launch_add(const WireKernel& kernel, TokenDtype dtype, const Target& target) {
   WireKernel k = kernel;
   const std::int64_t num_tokens = static_cast<std::int64_t>(k.call.num_ranks - 1) * k.max_tokens;
-  k.num_splits = num_splits_for(num_tokens, k.row_bytes, kMinWarps, kAddMaxVecs);
-  const std::uint32_t num_blocks = target.fit((num_tokens * k.num_splits + kWarps - 1) / kWarps, kBlocksPerSm);
-  launch("add_kernel", add_of(dtype), {num_blocks, kThreads}, k, target.stream);
+  k.num_splits = num_splits_for(num_tokens, k.row_bytes, kAddMinWarps, kAddMaxVecs);
+  const std::int64_t num_warps = num_tokens * k.num_splits;
+  const std::uint32_t num_blocks = target.fit((num_warps + kAddWarps - 1) / kAddWarps, kAddBlocksPerSm);
+  launch("add_kernel", add_of(dtype), {num_blocks, kAddThreads}, k, target.stream);
 }
 
 void launch_pull_by_rank(const PullKernel& kernel, TokenDtype dtype, const Target& target) {
-  PullKernel k = kernel;
-  k.num_splits = num_splits_for(k.num_tokens, k.row_bytes, kMinWarps, kPullMaxVecs);
-  const std::int64_t num_warps = static_cast<std::int64_t>(k.num_tokens) * k.num_splits;
-  if (num_warps == 0) return;
-  const std::uint32_t num_blocks = target.fit((num_warps + kWarps - 1) / kWarps, kMaxBlocks);
-  launch("pull_by_rank_kernel", pull_of(dtype), {num_blocks, kThreads}, k, target.stream);
+  launch_pull_kernel("pull_by_rank_kernel", pull_of(dtype), kernel, target);
 }
 
 void load_by_rank() {

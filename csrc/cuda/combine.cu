@@ -1,7 +1,7 @@
 // combine and dispatch backward: stage own rows, pull the peers'.
 #include "kernels.h"
+#include "pull.cuh"
 #include "record.cuh"
-#include "rows.cuh"
 #include "sum.cuh"
 
 namespace epbuf::cuda {
@@ -10,12 +10,6 @@ namespace {
 constexpr std::uint32_t kStageThreads = 512;
 constexpr std::uint32_t kStageBlocksPerSm = 2;
 constexpr std::int32_t kStageVecs = 4;  // 16-byte loads in flight per lane
-constexpr std::uint32_t kPullThreads = 256;
-constexpr std::uint32_t kPullBlocksPerSm = 4;  // that an SM holds
-constexpr std::uint32_t kPullMaxBlocks = 1 << 20;
-constexpr std::uint32_t kPullWarps = kPullThreads / kWarpSize;
-constexpr std::int64_t kPullMinWarps = 1024;  // below as many tokens, warps share rows
-constexpr std::int64_t kPullMaxVecs = 128;    // of a row that a warp takes: short pieces end together
 
 template <typename Dtype>
 __device__ __forceinline__ uint4 scale(uint4 v, float factor) {
@@ -162,12 +156,7 @@ void launch_stage(const StageKernel& kernel, TokenDtype dtype, std::int64_t max_
 }
 
 void launch_pull(const PullKernel& kernel, TokenDtype dtype, const Target& target) {
-  PullKernel k = kernel;
-  k.num_splits = num_splits_for(k.num_tokens, k.row_bytes, kPullMinWarps, kPullMaxVecs);
-  const std::int64_t num_warps = static_cast<std::int64_t>(k.num_tokens) * k.num_splits;
-  if (num_warps == 0) return;
-  const std::uint32_t num_blocks = target.fit((num_warps + kPullWarps - 1) / kPullWarps, kPullMaxBlocks);
-  launch("pull_kernel", pull_of(dtype), {num_blocks, kPullThreads}, k, target.stream);
+  launch_pull_kernel("pull_kernel", pull_of(dtype), kernel, target);
 }
 
 void load_combine() {

@@ -1,4 +1,5 @@
 // dispatch and combine backward: push rows as they are into the peers' slots, zero the padding of the own zones.
+#include "batch.cuh"
 #include "chain.cuh"
 #include "kernels.h"
 #include "push.cuh"
@@ -9,30 +10,6 @@ namespace {
 constexpr std::uint32_t kThreads = 512;
 constexpr std::uint32_t kBlocksPerSm = 2;
 constexpr std::int64_t kMinWarps = 1024;  // below as many tokens, warps share rows
-constexpr std::int32_t kVecs = 4;         // 16-byte loads in flight per lane, and as many of the next round
-
-struct Batch {
-  uint4 vecs[kVecs];
-};
-
-// Vectors first, first + 32, .. below `end` of a row; zeros without a row.
-__device__ __forceinline__ Batch load_batch(const uint4* row, std::int32_t first, std::int32_t end) {
-  Batch batch;
-#pragma unroll
-  for (std::int32_t i = 0; i < kVecs; ++i) {
-    const std::int32_t v = first + i * static_cast<std::int32_t>(kWarpSize);
-    batch.vecs[i] = row != nullptr && v < end ? load_vec_once(row + v) : uint4{0, 0, 0, 0};
-  }
-  return batch;
-}
-
-__device__ __forceinline__ void store_batch(uint4* row, const Batch& batch, std::int32_t first, std::int32_t end) {
-#pragma unroll
-  for (std::int32_t i = 0; i < kVecs; ++i) {
-    const std::int32_t v = first + i * static_cast<std::int32_t>(kWarpSize);
-    if (v < end) store_vec(row + v, batch.vecs[i]);
-  }
-}
 
 // Scales of rows that are encoded already, row by row at the source, to every slot of the token.
 __device__ void push_scales(const PushKernel& k, std::int64_t token, const Destinations& to, std::uint64_t live,
@@ -66,10 +43,9 @@ __device__ __forceinline__ void push_token(const PushKernel& k, std::int64_t tok
   const std::uint64_t live = to.live();
   if (live == 0) return;
   if (kHasScales && sends) push_scales(k, token, to, live, lane);
-  const std::int32_t step = kVecs * kWarpSize;
-  for (std::int32_t v = split.begin; v < split.end; v += step) {
+  for (std::int32_t v = split.begin; v < split.end; v += kBatchStep) {
     const Batch batch = next;
-    next = load_batch(row, v + step + lane, split.end);
+    next = load_batch(row, v + kBatchStep + lane, split.end);
     for (std::uint64_t rest = live; rest != 0; rest &= rest - 1) {
       const std::uint64_t address = to.data_of(__ffsll(rest) - 1);
       store_batch(at<uint4>(address), batch, v + lane, split.end);

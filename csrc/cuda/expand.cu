@@ -1,5 +1,6 @@
 // dispatch and combine backward with wire="dedup": rows that came once, into their slots on this rank. Local, but for
 // the slots, which are read in the slot map of the rank that sent the row.
+#include "batch.cuh"
 #include "chain.cuh"
 #include "kernels.h"
 #include "record.cuh"
@@ -11,41 +12,16 @@ namespace {
 constexpr std::uint32_t kThreads = 512;
 constexpr std::uint32_t kBlocksPerSm = 2;
 constexpr std::int64_t kMinWarps = 1024;  // below as many tokens, warps share rows
-constexpr std::int32_t kVecs = 4;         // 16-byte loads in flight per lane, and as many of the next round
-
-struct Batch {
-  uint4 vecs[kVecs];
-};
-
-// Vectors first, first + 32, .. below `end` of a row.
-__device__ __forceinline__ Batch load_batch(const uint4* row, std::int32_t first, std::int32_t end) {
-  Batch batch;
-#pragma unroll
-  for (std::int32_t i = 0; i < kVecs; ++i) {
-    const std::int32_t v = first + i * static_cast<std::int32_t>(kWarpSize);
-    batch.vecs[i] = v < end ? load_vec_once(row + v) : uint4{0, 0, 0, 0};
-  }
-  return batch;
-}
-
-__device__ __forceinline__ void store_batch(uint4* row, const Batch& batch, std::int32_t first, std::int32_t end) {
-#pragma unroll
-  for (std::int32_t i = 0; i < kVecs; ++i) {
-    const std::int32_t v = first + i * static_cast<std::int32_t>(kWarpSize);
-    if (v < end) store_vec(row + v, batch.vecs[i]);
-  }
-}
 
 // One warp copies its part of one row to the same place in the rows of `here` whose bits are set in `mask`.
 __device__ __forceinline__ void copy_row(const WireKernel& k, std::uint64_t from, const RowsHere& here,
                                          std::uint64_t mask, const Split& split, std::uint32_t lane) {
   const auto* row = at<const uint4>(from);
-  const std::int32_t step = kVecs * kWarpSize;
   Batch next = load_batch(row, split.begin + lane, split.end);
 #pragma unroll 1
-  for (std::int32_t v = split.begin; v < split.end; v += step) {
+  for (std::int32_t v = split.begin; v < split.end; v += kBatchStep) {
     const Batch batch = next;
-    next = load_batch(row, v + step + lane, split.end);
+    next = load_batch(row, v + kBatchStep + lane, split.end);
     for (std::uint64_t rest = mask; rest != 0; rest &= rest - 1) {
       store_batch(at<uint4>(k.rows, here.at(__ffsll(rest) - 1) * k.row_bytes), batch, v + lane, split.end);
     }

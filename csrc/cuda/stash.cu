@@ -1,8 +1,8 @@
 // The stash: pages that hold received rows from combine to combine backward, one pool for all frames of the rank.
 // Local: it talks to no peer.
+#include "batch.cuh"
 #include "kernels.h"
 #include "record.cuh"
-#include "rows.cuh"
 
 namespace epbuf::cuda {
 namespace {
@@ -10,7 +10,6 @@ namespace {
 constexpr std::uint32_t kPagesThreads = 1024;
 constexpr std::uint32_t kThreads = 512;
 constexpr std::uint32_t kBlocksPerSm = 2;
-constexpr std::int32_t kVecs = 4;  // 16-byte loads in flight per lane
 
 // Frames of two streams take turns. Whoever holds the lock waits for nobody.
 __device__ __forceinline__ void lock_pages(StashCounters* counters) {
@@ -62,21 +61,10 @@ __global__ void __launch_bounds__(kPagesThreads) pages_kernel(const __grid_const
   unlock_pages(counters);
 }
 
-// One warp copies data of a row, 16 bytes a lane at a time; zeros where `from` is null.
+// One warp copies data of a row; zeros where `from` is null.
 __device__ __forceinline__ void copy_vecs(const uint4* from, uint4* to, std::int32_t num_vecs, std::uint32_t lane) {
-  for (std::int32_t begin = lane; begin < num_vecs; begin += kVecs * kWarpSize) {
-    uint4 vecs[kVecs];
-#pragma unroll
-    for (std::int32_t i = 0; i < kVecs; ++i) {
-      const std::int32_t v = begin + i * static_cast<std::int32_t>(kWarpSize);
-      vecs[i] = from != nullptr && v < num_vecs ? load_vec_once(from + v) : uint4{0, 0, 0, 0};
-    }
-#pragma unroll
-    for (std::int32_t i = 0; i < kVecs; ++i) {
-      const std::int32_t v = begin + i * static_cast<std::int32_t>(kWarpSize);
-      if (v < num_vecs) store_vec(to + v, vecs[i]);
-    }
-  }
+  for (std::int32_t v = lane; v < num_vecs; v += kBatchStep)
+    store_batch(to, load_batch(from, v, num_vecs), v, num_vecs);
 }
 
 // One warp copies scales of a row; zeros where `from` is null. In tiles the bytes at a row's place are those of other
