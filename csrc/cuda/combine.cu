@@ -8,8 +8,9 @@ namespace epbuf::cuda {
 namespace {
 
 constexpr std::uint32_t kStageThreads = 512;
-constexpr std::uint32_t kStageBlocksPerSm = 2;
-constexpr std::int32_t kStageVecs = 4;  // 16-byte loads in flight per lane
+constexpr std::uint32_t kStageBlocksPerSm = 2;       // that an SM holds
+constexpr std::uint32_t kStageGridBlocksPerSm = 32;  // the host does not know how many rows there are
+constexpr std::int32_t kStageVecs = 4;               // 16-byte loads in flight per lane
 
 template <typename Dtype>
 __device__ __forceinline__ uint4 scale(uint4 v, float factor) {
@@ -151,7 +152,8 @@ void launch_stage(const StageKernel& kernel, TokenDtype dtype, std::int64_t max_
   StageKernel k = kernel;
   k.num_splits = num_splits_for(max_rows, k.row_bytes, target.num_sms * warps_per_block);
   const std::int64_t num_warps = max_rows * k.num_splits;
-  const std::uint32_t num_blocks = target.fit((num_warps + warps_per_block - 1) / warps_per_block, kStageBlocksPerSm);
+  const std::uint32_t num_blocks =
+      target.fit((num_warps + warps_per_block - 1) / warps_per_block, kStageGridBlocksPerSm);
   launch("stage_kernel", stage_of(dtype), {num_blocks, kStageThreads}, k, target.stream);
 }
 

@@ -8,8 +8,9 @@ namespace epbuf::cuda {
 namespace {
 
 constexpr std::uint32_t kThreads = 512;
-constexpr std::uint32_t kBlocksPerSm = 2;
-constexpr std::int64_t kMinWarps = 1024;  // below as many tokens, warps share rows
+constexpr std::uint32_t kBlocksPerSm = 2;  // that an SM holds
+constexpr std::int64_t kMinWarps = 1024;   // below as many tokens, warps share rows
+constexpr std::int64_t kMaxVecs = 256;     // of a row that a warp takes: short pieces end together
 
 // Scales of rows that are encoded already, row by row at the source, to every slot of the token.
 __device__ void push_scales(const PushKernel& k, std::int64_t token, const Destinations& to, std::uint64_t live,
@@ -81,10 +82,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) push_kernel(const __gr
 
 void launch_push(const PushKernel& kernel, std::int64_t max_padding_rows, const Target& target) {
   PushKernel k = kernel;
-  k.num_splits = num_splits_for(k.num_tokens, k.row_bytes, kMinWarps);
+  k.num_splits = num_splits_for(k.num_tokens, k.row_bytes, kMinWarps, kMaxVecs);
   const std::int64_t num_items = static_cast<std::int64_t>(k.num_tokens) * k.num_splits + max_padding_rows;
   const std::int64_t warps_per_block = kThreads / kWarpSize;
-  const std::uint32_t num_blocks = target.fit((num_items + warps_per_block - 1) / warps_per_block, kBlocksPerSm);
+  const std::uint32_t num_blocks = target.fit((num_items + warps_per_block - 1) / warps_per_block, kUnlimited);
   const auto function = k.scales_region >= 0 ? push_kernel<true> : push_kernel<false>;
   launch("push_kernel", function, {num_blocks, kThreads}, k, target.stream);
 }

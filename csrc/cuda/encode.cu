@@ -7,7 +7,7 @@ namespace epbuf::cuda {
 namespace {
 
 constexpr std::uint32_t kThreads = 256;
-constexpr std::uint32_t kBlocksPerSm = 4;
+constexpr std::uint32_t kBlocksPerSm = 4;  // that an SM holds
 constexpr std::int64_t kWarpsPerBlock = kThreads / kWarpSize;
 constexpr std::int64_t kMinWarps = 1024;  // below as many tokens, warps share rows
 constexpr std::int32_t kLaneElems = 16;   // of a row that a lane encodes at a time: a vector of E4M3
@@ -341,7 +341,7 @@ void launch_encode(const PushKernel& kernel, TokenDtype dtype, std::int64_t max_
   const std::int64_t num_steps = (k.hidden + kStepElems - 1) / kStepElems;
   k.num_splits = num_splits_for(k.num_tokens, num_steps * kWarpSize * kVecBytes, kMinWarps);  // a step is 32 vectors
   const std::int64_t num_items = static_cast<std::int64_t>(k.num_tokens) * k.num_splits + max_padding_rows;
-  const std::uint32_t num_blocks = target.fit((num_items + kWarpsPerBlock - 1) / kWarpsPerBlock, kBlocksPerSm);
+  const std::uint32_t num_blocks = target.fit((num_items + kWarpsPerBlock - 1) / kWarpsPerBlock, kUnlimited);
   launch("encode_kernel", encode_of(k.format.format, dtype), {num_blocks, kThreads}, k, target.stream);
 }
 

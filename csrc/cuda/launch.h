@@ -23,6 +23,10 @@ struct Grid {
   bool is_cluster = false;  // all blocks run at the same time and read each other's shared memory; 8 at most
 };
 
+// Blocks per SM of kernels that have a block for every few pieces of work: as one ends, the next takes its place, on
+// whatever SM is ahead.
+constexpr std::uint32_t kUnlimited = 1u << 20;
+
 // Where a launch goes and how much of the GPU it may fill.
 struct Target {
   cudaStream_t stream;
