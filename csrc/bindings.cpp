@@ -153,6 +153,9 @@ void bind_calls(py::module_& m) {
                  &R::repeats)
       .def(from_values(&R::frame, &R::workspace, &R::refusal, &R::check_progress, &R::stream, &R::topk_idx,
                        &R::topk_idx_row_stride, &R::topk_idx_bytes, &R::num_tokens));
+  using Z = SummariseCall;
+  bind_struct<Z>(m, "SummariseCall", "frame", &Z::frame, "num_tokens", &Z::num_tokens, "stream", &Z::stream, "rows",
+                 &Z::rows, "sent_ids", &Z::sent_ids, "mirror", &Z::mirror);
   using D = DispatchCall;
   bind_struct<D>(m, "DispatchCall", "frame", &D::frame, "workspace", &D::workspace, "refusal", &D::refusal,
                  "check_progress", &D::check_progress, "stream", &D::stream, "rows", &D::rows, "row_stride_bytes",
@@ -252,6 +255,8 @@ void bind_enums(py::module_& m) {
                      "CALL_ORDER", kRefusalCallOrder, "LEASE", kRefusalLease, "WORKSPACE", kRefusalWorkspace,
                      "COPIED_REGION", kRefusalCopiedRegion, "INTERNAL", kRefusalInternal, "REPEATED_EXPERT",
                      kRefusalRepeatedExpert);
+  bind_enum<CountColumn>(m, "CountColumn", "NUM_BAD_IDS", kColumnNumBadIds, "REFUSAL", kColumnRefusal, "BAD_TOKEN",
+                         kColumnBadToken, "BAD_TOPK", kColumnBadTopk, "BAD_VALUE", kColumnBadValue);
   bind_enum<Source>(m, "Source", "TENSOR", kSourceTensor, "WINDOW", kSourceWindow, "ZERO", kSourceZero);
   bind_enum<StashMove>(m, "StashMove", "NOTHING", kStashNothing, "STASH", kStashRows, "RESTORE", kRestoreRows);
   bind_enum<TokenDtype>(m, "TokenDtype", "BF16", kBf16, "FP16", kFp16, "FP32", kFp32);

@@ -25,6 +25,16 @@ enum CountHeader : std::uint32_t {
   kHeaderReserved = 7,
 };
 
+// Where engines whose kernels are not ours gather counts instead, a row of a rank is int64 [E + 8]: ids that mean no
+// expert, E counts, and behind column E these. COUNT's cells have room for it.
+enum CountColumn : std::uint32_t {
+  kColumnNumBadIds = 1,  // ids >= E
+  kColumnRefusal = 2,    // Refusal, 0: none
+  kColumnBadToken = 3,   // of the first bad id: token index, k, the id itself
+  kColumnBadTopk = 4,
+  kColumnBadValue = 5,
+};
+
 enum Op : std::uint32_t {
   kOpNone = 0,
   kOpRoute = 1,
@@ -264,6 +274,17 @@ struct RouteCall {
   std::uint32_t repeats;             // the same tokens once more, inside combine backward: counts nothing again
 };
 
+// Local, where other kernels move rows: zones, counts, overflow and records from the rows that all ranks gathered, and
+// -1 in sent_ids for rows that the capacity drops.
+struct SummariseCall {
+  std::int32_t frame;
+  std::int32_t num_tokens;  // T
+  std::uint64_t stream;
+  std::uint64_t rows;      // int64 [R, E + 8], see CountColumn
+  std::uint64_t sent_ids;  // int64 [T, K]
+  std::uint64_t mirror;    // pinned Control to mirror records to
+};
+
 // Push rows into the peers' slots, zero own padding (data, scales and row scales), publish and await ARRIVED.
 // Rows are encoded on the way, unless the format is kSame or kRaw or `scales` says that they are encoded already: then
 // `rows` are [T, row_bytes], `scales` [T, scale_bytes] row by row whatever the layout, `row_scales` [T] float32
@@ -429,6 +450,31 @@ struct RouteSlotsKernel {
   std::uint64_t route_scratch, route_base, slot_map;
   std::int64_t capacity_rows;
   std::int32_t num_experts, num_local_experts, chunk_tokens;
+  std::uint32_t reserved;
+};
+
+// Instead of these three where other kernels move rows: before ranks gather their rows of counts ...
+struct CountIdsKernel {
+  KernelCall call;
+  KernelIds ids;
+  std::uint64_t sent_ids;  // int64 [T, K]: out, -1 for what is not sent
+  std::uint64_t row;       // int64 [E + 8]: out, see CountColumn
+  std::int32_t num_experts;
+  std::uint32_t reserved;
+};
+
+// ... and after it.
+struct SummariseKernel {
+  KernelCall call;
+  std::uint64_t rows;            // int64 [R, E + 8]
+  std::uint64_t frame_counters;  // FrameCounters
+  std::uint64_t offs, counts, overflow;
+  std::uint64_t sent_ids;  // int64 [T, K]: on an overflow -1 for rows at or past the capacity
+  std::uint64_t slot_map;  // int64 [T, K]: then out, the slots
+  std::int64_t capacity_rows;
+  std::int32_t num_experts, num_local_experts, expert_alignment;
+  std::int32_t num_slots;  // T * K
+  std::uint32_t repeats;   // 0
   std::uint32_t reserved;
 };
 

@@ -56,6 +56,13 @@ class Refusal(enum.IntEnum):
     INTERNAL = 13
     REPEATED_EXPERT = 14
 
+class CountColumn(enum.IntEnum):
+    NUM_BAD_IDS = 1
+    REFUSAL = 2
+    BAD_TOKEN = 3
+    BAD_TOPK = 4
+    BAD_VALUE = 5
+
 class Source(enum.IntEnum):
     TENSOR = 0
     WINDOW = 1
@@ -269,6 +276,15 @@ class RouteCall:
         /,
     ) -> None: ...
 
+class SummariseCall:
+    frame: int
+    num_tokens: int
+    stream: int
+    rows: int
+    sent_ids: int
+    mirror: int
+    def __init__(self) -> None: ...
+
 class DispatchCall:
     frame: int
     workspace: int
@@ -455,6 +471,8 @@ class CudaEngine(_Engine):
     ) -> None: ...
     @staticmethod
     def phases(op: int) -> int: ...
+    def count_ids(self, call: RouteCall, sent_ids: int, row: int) -> Outcome: ...
+    def summarise(self, call: SummariseCall) -> Outcome: ...
     def run_phase(self, op: int, phase: int, call: RouteCall | DispatchCall | CombineCall) -> Outcome: ...
     def status(self) -> Control:
         """Return the control words as last mirrored to the host, without synchronising."""

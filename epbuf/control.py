@@ -65,6 +65,11 @@ class ControlWords:
         if self._on_host is not self._region:
             self._on_host.copy_(self._region, non_blocking=True)
 
+    @property
+    def mirror_address(self) -> int:
+        """Where kernels find the host's copy."""
+        return self._on_host.data_ptr()
+
     def mirrored(self) -> _C.Control:
         """Read the words as the device last mirrored them, without synchronising; on CPU the words themselves."""
         return _C.Control.at(self._on_host.data_ptr())

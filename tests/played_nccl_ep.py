@@ -1,9 +1,9 @@
 """NCCL EP played by plain torch on CPU: what `epbuf.engines.nccl_ep` asks of the library, and no kinder than that.
 
 It does what the library's documentation and source say of high-throughput, expert-major groups with staging: a bitmap
-of experts a token, zones padded with zeros, rows at or past the budget dropped; combine adds the rows of each rank,
-rounds, and adds the ranks. What the library leaves undefined is junk here: rows past the zones, tokens without experts,
-gradients of weights without a slot.
+of experts a token, zones padded with zeros, a trap where rows exceed the budget; combine adds the rows of each rank,
+rounds, and adds the ranks. What the library leaves undefined is junk here: rows past the zones, gradients of weights
+without a slot.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class PlayedHandle:
             for rank, tokens in enumerate(everyone):
                 for token, experts in enumerate(tokens):
                     if expert in experts:
-                        if end < capacity:
-                            self.places[rank, token, expert] = owner, end
+                        assert end < capacity, "the library traps"
+                        self.places[rank, token, expert] = owner, end
                         end += 1
             first_padding, end = end, -(-end // alignment) * alignment
             if owner == self.group.rank:
@@ -121,8 +121,8 @@ class PlayedHandle:
                 partial[owner] = partial.get(owner, torch.zeros(rows.shape[1])) + found[row].float()
                 if out_weights is not None:
                     out_weights[token, k] = factors[row]
-            if partial:
-                out[token] = sum(each.to(rows.dtype).float() for _, each in sorted(partial.items())).to(rows.dtype)
+            rounded = [each.to(rows.dtype).float() for _, each in sorted(partial.items())]
+            out[token] = sum(rounded, torch.zeros(rows.shape[1])).to(rows.dtype)
 
     def destroy(self) -> None:
         self.library.num_live -= 1

@@ -98,6 +98,14 @@ Outcome CudaEngine::stash(const StashCall& call) {
   return enqueue([&] { issue_stash(context_, call); });
 }
 
+Outcome CudaEngine::count_ids(const RouteCall& call, std::uint64_t sent_ids, std::uint64_t row) {
+  return enqueue([&] { issue_count_ids(context_, call, sent_ids, row); });
+}
+
+Outcome CudaEngine::summarise(const SummariseCall& call) {
+  return enqueue([&] { issue_summarise(context_, call); });
+}
+
 std::int32_t CudaEngine::phases(std::uint32_t op) {
   EPBUF_CHECK(op >= kOpRoute && op <= kOpDispatchBackward, "op ", op, " does not exist");
   return op == kOpDispatch ? 2 : 3;
@@ -163,6 +171,7 @@ void CudaEngine::warm_up() const {
   const DeviceGuard device(context_.device());
   load_route();
   load_route_exchange();
+  load_counts();
   load_signal();
   load_dispatch();
   load_encode();

@@ -36,6 +36,11 @@ class CudaEngine {
   Outcome decode(const DecodeCall& call);           // local
   Outcome stash(const StashCall& call);             // local, but for the wait for ACK before rows are restored
 
+  // Local halves of a route where other kernels move rows: `sent_ids` [T, K] and this rank's row of counts; then, once
+  // all rows are gathered, zones and records.
+  Outcome count_ids(const RouteCall& call, std::uint64_t sent_ids, std::uint64_t row);
+  Outcome summarise(const SummariseCall& call);
+
   // The same ops in steps, for virtual ranks of one process: phase p on every rank before phase p + 1 on any.
   static std::int32_t phases(std::uint32_t op);
   Outcome run_route_phase(std::int32_t phase, const RouteCall& call);

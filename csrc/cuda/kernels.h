@@ -16,6 +16,10 @@ void launch_route_slots(const RouteSlotsKernel& kernel, const Target& target);
 bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts, const Target& target);
 void launch_route_fused(const RouteExchangeKernel& kernel, const Target& target);
 
+// Instead of route, where other kernels move rows.
+void launch_count_ids(const CountIdsKernel& kernel, const Target& target);
+void launch_summarise(const SummariseKernel& kernel, const Target& target);
+
 void launch_signal(const SignalKernel& kernel, const Target& target);
 void launch_abort(const AbortKernel& kernel, const Target& target);
 void launch_push(const PushKernel& kernel, std::int64_t max_padding_rows, const Target& target);
@@ -38,6 +42,7 @@ std::size_t slots_shared_bytes(std::int64_t num_experts, std::int64_t chunk_toke
 // Loads every variant of the family.
 void load_route();
 void load_route_exchange();
+void load_counts();
 void load_signal();
 void load_dispatch();
 void load_encode();

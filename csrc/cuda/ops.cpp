@@ -315,6 +315,39 @@ void issue_route(const CudaContext& context, const RouteCall& call, Phases phase
   if ((phases & 2) && !refuses) launch_route_slots(slots_kernel(context, call), target);
 }
 
+void issue_count_ids(const CudaContext& context, const RouteCall& call, std::uint64_t sent_ids, std::uint64_t row) {
+  context.check_num_tokens(call.refusal == kRefusalNone ? call.num_tokens : 0);
+  CountIdsKernel k{};
+  k.call = context.kernel_call(kOpRoute, call);
+  k.ids = ids_of(context, call);
+  k.sent_ids = sent_ids;
+  k.row = row;
+  k.num_experts = context.geometry().num_experts;
+  launch_count_ids(k, context.target(call.stream));
+}
+
+void issue_summarise(const CudaContext& context, const SummariseCall& call) {
+  context.check_num_tokens(call.num_tokens);
+  const Geometry& g = context.geometry();
+  const FrameOffsets& frame = context.frame(call.frame);
+  SummariseKernel k{};
+  k.call = context.kernel_call(kOpRoute, call.frame, -1);
+  k.call.mirror = call.mirror;
+  k.rows = call.rows;
+  k.frame_counters = context.frame_counters(call.frame);
+  k.offs = context.own(frame.offs);
+  k.counts = context.own(frame.counts);
+  k.overflow = context.own(frame.overflow);
+  k.capacity_rows = g.capacity_rows;
+  k.num_experts = g.num_experts;
+  k.num_local_experts = g.num_local_experts;
+  k.expert_alignment = g.expert_alignment;
+  k.sent_ids = call.sent_ids;
+  k.slot_map = context.own(frame.slot_map);
+  k.num_slots = call.num_tokens * g.num_topk;
+  launch_summarise(k, context.target(call.stream));
+}
+
 // Phases: push, publish ARRIVED; await it, expand rows that came once, tile scales. ARRIVED carries the refusal of a
 // rank that found its rows unusable only now, or that it has too few pages of the stash.
 void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases phases) {

@@ -1,5 +1,9 @@
-// What the kernels of route share: ids, chunks, and slots taken in order.
+// What the kernels of route share: ids, chunks, clusters of blocks, and slots taken in order.
 #pragma once
+
+#include <cooperative_groups.h>
+
+#include <algorithm>
 
 #include "kernels.h"
 #include "sync.cuh"
@@ -7,6 +11,27 @@
 namespace epbuf::cuda {
 
 constexpr std::uint32_t kNoExpert = 0xFFFFFFFF;
+constexpr std::int64_t kMaxCluster = 8;       // what every GPU takes
+constexpr std::int64_t kClusterSlots = 2048;  // of a block, while the cluster may still grow
+
+// Blocks of a cluster that looks at all ids.
+inline std::uint32_t num_cluster_blocks(const KernelIds& ids, const Target& target) {
+  const std::int64_t limit =
+      target.max_num_sms != 0 ? std::min<std::int64_t>(target.max_num_sms, kMaxCluster) : kMaxCluster;
+  const std::int64_t num_slots = static_cast<std::int64_t>(ids.num_tokens) * ids.num_topk;
+  std::uint32_t num_blocks = 1;
+  while (2 * num_blocks <= limit && num_blocks * kClusterSlots < num_slots) num_blocks *= 2;
+  return num_blocks;
+}
+
+// All blocks of the cluster have come here, and what they wrote to shared memory may be read.
+__device__ inline void meet() {
+  if (gridDim.x == 1) {
+    __syncthreads();
+  } else {
+    cooperative_groups::this_cluster().sync();
+  }
+}
 
 __device__ inline std::int32_t num_live(const KernelIds& ids) {
   if (ids.live_tokens == 0) return ids.num_tokens;

@@ -2,29 +2,23 @@
 // counts the zones of its own receive region and the rows that its own tokens take on the peers.
 #include <cooperative_groups.h>
 
-#include <algorithm>
-
 #include "chain.cuh"
 #include "route.cuh"
 #include "wait.cuh"
+#include "zones.cuh"
 
 namespace epbuf::cuda {
 namespace {
 
-constexpr std::uint32_t kThreads = 512;  // half an SM: it must find room beside the experts of other ranks
+constexpr std::uint32_t kThreads = kZoneThreads;
 constexpr std::uint32_t kCountWarps = kThreads / kWarpSize - 1;
 constexpr std::uint32_t kCountThreads = kCountWarps * kWarpSize;
 constexpr std::int32_t kBatch = 4;  // loads or stores in flight per thread
 constexpr std::size_t kMaxFusedBytes = 64 * 1024;
-constexpr std::int64_t kFusedSlots = 2048;        // of a block, while the cluster may still grow
-constexpr std::int64_t kMaxCluster = 8;           // what every GPU takes
 constexpr std::size_t kStaticSharedBytes = 1024;  // at most
 
 using Key = std::uint16_t;  // fused only
 static_assert(kMaxFusedBytes / sizeof(std::uint32_t) / kCountWarps < 0xFFFF, "a key holds every expert that fits");
-
-__device__ __forceinline__ std::int32_t warp_index() { return static_cast<std::int32_t>(threadIdx.x / kWarpSize); }
-__device__ __forceinline__ std::int32_t lane_index() { return static_cast<std::int32_t>(threadIdx.x % kWarpSize); }
 
 // The last warp talks to the peers while the others count, and compares PROGRESS while they read the peers' counts.
 __device__ __forceinline__ bool is_speaker() { return threadIdx.x >= kCountThreads; }
@@ -63,16 +57,6 @@ struct Pieces {
     return piece;
   }
 };
-
-// Blocks of the cluster that routes few tokens.
-std::uint32_t num_fused_blocks(const KernelIds& ids, const Target& target) {
-  const std::int64_t limit =
-      target.max_num_sms != 0 ? std::min<std::int64_t>(target.max_num_sms, kMaxCluster) : kMaxCluster;
-  const std::int64_t num_slots = static_cast<std::int64_t>(ids.num_tokens) * ids.num_topk;
-  std::uint32_t num_blocks = 1;
-  while (2 * num_blocks <= limit && num_blocks * kFusedSlots < num_slots) num_blocks *= 2;
-  return num_blocks;
-}
 
 // Slots that one warp of the cluster counts and places: whole groups of 32.
 __host__ __device__ inline std::int32_t slots_per_warp(const KernelIds& ids, std::uint32_t num_blocks) {
@@ -359,48 +343,6 @@ __device__ void record_bad_ids(const RouteExchangeKernel& k, const Notes& notes)
   });
 }
 
-__device__ std::int64_t warp_inclusive_sum(std::int64_t value) {
-  const std::uint32_t lane = threadIdx.x % kWarpSize;
-#pragma unroll
-  for (std::uint32_t step = 1; step < kWarpSize; step *= 2) {
-    const std::int64_t lower = __shfl_up_sync(kAllLanes, value, step);
-    if (lane >= step) value += lower;
-  }
-  return value;
-}
-
-// prefix[e] = padded rows of the experts before e, over all ranks; prefix[E] = all of them.
-__device__ void sum_zones(const RouteExchangeKernel& k, const std::uint32_t* totals, std::int64_t* prefix) {
-  constexpr std::int32_t kWarps = kThreads / kWarpSize;
-  __shared__ std::int64_t warp_sums[2][kWarps];  // in turns: a fast warp may be one turn ahead
-  const std::int64_t alignment = k.expert_alignment;
-  std::int64_t carry = 0;
-  for (std::int32_t begin = 0, turn = 0; begin < k.num_experts; begin += kThreads, turn ^= 1) {
-    const std::int32_t e = begin + static_cast<std::int32_t>(threadIdx.x);
-    const std::int64_t rows = e < k.num_experts ? (totals[e] + alignment - 1) & -alignment : 0;
-    const std::int64_t inclusive = warp_inclusive_sum(rows);
-    if (lane_index() == static_cast<std::int32_t>(kWarpSize) - 1) warp_sums[turn][warp_index()] = inclusive;
-    __syncthreads();
-    const std::int64_t upto = warp_inclusive_sum(lane_index() < kWarps ? warp_sums[turn][lane_index()] : 0);
-    const std::int64_t before = __shfl_sync(kAllLanes, upto, max(warp_index() - 1, 0));
-    if (e < k.num_experts) prefix[e + 1] = carry + (warp_index() == 0 ? 0 : before) + inclusive;
-    carry += __shfl_sync(kAllLanes, upto, kWarps - 1);
-  }
-  if (threadIdx.x == 0) prefix[0] = 0;
-  __syncthreads();
-}
-
-// Zone j of this rank is rows [start, end). Rows at or past the capacity are dropped by position.
-__device__ void write_zone(const RouteExchangeKernel& k, std::int32_t j, std::int64_t start, std::int64_t end,
-                           std::int64_t count) {
-  const std::int64_t capacity = k.capacity_rows;
-  auto* counts = at<std::int64_t>(k.counts);
-  at<std::int32_t>(k.offs)[j] = static_cast<std::int32_t>(min(end, capacity));
-  counts[j] = min(end, capacity) - min(start, capacity);
-  counts[k.num_local_experts + j] = min(count, max(capacity - start, std::int64_t{0}));
-  if (j == k.num_local_experts - 1) counts[2 * k.num_local_experts] = end;
-}
-
 // The count threads. `base`: in, rows of lower ranks; out, the row of this rank's first token.
 __device__ void write_zones(const RouteExchangeKernel& k, const ExchangeShared& memory) {
   for (std::int32_t e = threadIdx.x; e < k.num_experts; e += kCountThreads) {
@@ -412,28 +354,6 @@ __device__ void write_zones(const RouteExchangeKernel& k, const ExchangeShared& 
       write_zone(k, e % k.num_local_experts, start, memory.prefix[e + 1] - first, memory.totals[e]);
     }
   }
-}
-
-// One warp: the largest demand of all ranks, the overflow flag, the peak.
-__device__ void write_demand(const RouteExchangeKernel& k, const std::int64_t* prefix) {
-  std::int64_t largest = -1;
-  std::int32_t largest_rank = 0;
-  for (std::int32_t rank = lane_index(); rank < k.call.num_ranks; rank += kWarpSize) {
-    const std::int64_t demand = prefix[(rank + 1) * k.num_local_experts] - prefix[rank * k.num_local_experts];
-    if (demand > largest) largest = demand, largest_rank = rank;
-  }
-#pragma unroll
-  for (std::uint32_t step = kWarpSize / 2; step > 0; step /= 2) {
-    const std::int64_t other = __shfl_xor_sync(kAllLanes, largest, step);
-    const std::int32_t other_rank = __shfl_xor_sync(kAllLanes, largest_rank, step);
-    if (other > largest || (other == largest && other_rank < largest_rank)) largest = other, largest_rank = other_rank;
-  }
-  if (lane_index() != 0) return;
-  *at<float>(k.overflow) = largest > k.capacity_rows ? 1.0f : 0.0f;
-  if (k.repeats != 0) return;
-  auto* counters = at<FrameCounters>(k.frame_counters);
-  counters->demand_peak_rows = max(counters->demand_peak_rows, largest);
-  if (largest > k.capacity_rows) record_overflow(k.call, largest, largest_rank);
 }
 
 // One count warp, few tokens: its slots.
@@ -560,15 +480,6 @@ __device__ void sum_lower_blocks(const RouteExchangeKernel& k, const ExchangeSha
   }
 }
 
-// All blocks of the cluster have come here, and what they wrote to shared memory may be read.
-__device__ void meet() {
-  if (gridDim.x == 1) {
-    __syncthreads();
-  } else {
-    cooperative_groups::this_cluster().sync();
-  }
-}
-
 // Few tokens: all of route. The first block of the cluster talks to the peers; the others wait at a barrier.
 __device__ void route(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t round, Notes* notes,
                       Failure* failure) {
@@ -639,7 +550,7 @@ std::size_t shared_bytes(const KernelIds& ids, std::int64_t num_experts, std::ui
 }  // namespace
 
 bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts, const Target& target) {
-  return shared_bytes<true>(ids, num_experts, num_fused_blocks(ids, target)) <= kMaxFusedBytes;
+  return shared_bytes<true>(ids, num_experts, num_cluster_blocks(ids, target)) <= kMaxFusedBytes;
 }
 
 std::size_t exchange_shared_bytes(std::int64_t num_experts) {
@@ -647,7 +558,7 @@ std::size_t exchange_shared_bytes(std::int64_t num_experts) {
 }
 
 void launch_route_fused(const RouteExchangeKernel& kernel, const Target& target) {
-  const std::uint32_t num_blocks = num_fused_blocks(kernel.ids, target);
+  const std::uint32_t num_blocks = num_cluster_blocks(kernel.ids, target);
   const std::size_t nbytes = shared_bytes<true>(kernel.ids, kernel.num_experts, num_blocks);
   launch("route_exchange_kernel<fused>", route_exchange_kernel<true>, {num_blocks, kThreads, nbytes, num_blocks != 1},
          kernel, target.stream);

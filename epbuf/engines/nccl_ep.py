@@ -3,7 +3,7 @@
 The library has a group on a communicator of its own, and a handle for each frame, whose memory is a region of the plan.
 Rows are staged in buffers that it allocates itself (`Plan.engine_bytes`), so it reads and writes ordinary device memory
 and never changes what combine reads. What its semantics leave open of the contract is done here, in operations of torch
-that a graph records: counts of all ranks, zones and overflow (nccl_ep_counts.py), tokens that nobody gets.
+that a graph records: counts of all ranks, zones and overflow (nccl_ep_counts.py), ranks without tokens.
 
 Differences that remain are in epbuf/engines/README.md.
 
@@ -20,7 +20,7 @@ import torch
 from epbuf import _C
 from epbuf.control import ControlWords, KeepsWords
 from epbuf.engine import Encoded, NativeEngine, Place, Rows, StreamOrder
-from epbuf.engines.nccl_ep_counts import RouteCounts, new_outcome
+from epbuf.engines.nccl_ep_counts import DeviceCounts, RouteCounts, new_outcome
 from epbuf.engines.nccl_ep_library import Library
 from epbuf.engines.regions import RegionTensors
 from epbuf.plan import Plan
@@ -50,17 +50,19 @@ class NcclEpEngine(KeepsWords, NativeEngine):
             self._streams = StreamOrder(device, is_one_order=True)
         self._plan, self._config, self._rank, self._device = plan, plan.config, group.rank, device
         self._pending_refusal = 0
-        self._side: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         regions = RegionTensors(plan, window)
         self._words = ControlWords(regions.one("control"), regions.one("frame_counters"))
-        self._counts = RouteCounts(plan, group.rank, regions, self._words)
+        self._counts = self._new_counts(plan, regions)
         self._take(regions)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._lib = Library(plan, group, device)
             self._handles = [self._lib.new_handle(memory) for memory in regions.all("nccl_ep_handle")]
             self._warm_up(group)
+
+    def _new_counts(self, plan: Plan, regions: RegionTensors) -> RouteCounts:
+        if isinstance(self.native, _C.HostEngine) or self._streams is None:
+            return RouteCounts(plan, self._rank, regions, self._words)
+        return DeviceCounts(plan, self._rank, regions, self._words, self.native, self._streams)
 
     def _take(self, regions: RegionTensors) -> None:
         """Take the regions that calls fill and read; an inference_only plan has none for gradients."""
@@ -78,19 +80,15 @@ class NcclEpEngine(KeepsWords, NativeEngine):
             if not self.capture_key():  # a graph would tell the peers again at every replay
                 refusal, self._pending_refusal = refusal or self._pending_refusal, 0
             rows = self._count_rows[place.frame]
-            ids = self._counts.ids[place.frame][: 0 if place.refusal else topk_idx.shape[0]]
-            self._counts.count(rows[self._rank], ids, topk_idx, live_tokens)
-            if refusal:
-                self._counts.refuse(rows[self._rank], refusal)
+            self._counts.count(place.frame, rows[self._rank], topk_idx, live_tokens, refusal)
             self._lib.all_gather(rows, self._rank)
             outcome = new_outcome() if self.capture_key() else self._counts.judge(rows.cpu())
             if outcome.status != int(_C.Status.OK):
                 self._counts.count_refusal(rows)
                 return outcome
-            with self._beside():
-                self._counts.summarise(place.frame, rows)
-            self._handles[place.frame].update(self._or_no_ids(ids))
-            self._rejoin()
+            num_tokens = 0 if place.refusal else topk_idx.shape[0]
+            self._counts.summarise(place.frame, rows, num_tokens)
+            self._handles[place.frame].update(self._or_no_ids(self._counts.sent_ids(place.frame, num_tokens)))
             return outcome
 
     def dispatch(
@@ -145,7 +143,7 @@ class NcclEpEngine(KeepsWords, NativeEngine):
             )
             self._pull(place, rows, dx, weights, dw)
             if out_weights is not None:
-                out_weights.masked_fill_(self._counts.ids[place.frame][:num_tokens] < 0, 0)
+                out_weights.masked_fill_(self._counts.sent_ids(place.frame, num_tokens) < 0, 0)
             if clears_open:
                 self._words.close_frame(place.frame)
             return self._complete(place)
@@ -154,7 +152,7 @@ class NcclEpEngine(KeepsWords, NativeEngine):
         """Destroy handles, group and communicator; of an unhealthy group keep them, as to destroy needs the peers."""
         super().close()
         if is_healthy:
-            if self._side is not None:
+            if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             for handle in self._handles:
                 handle.destroy()
@@ -172,20 +170,6 @@ class NcclEpEngine(KeepsWords, NativeEngine):
             self._streams.enter(place, direction)
         with torch.no_grad():
             yield
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Issue on a stream beside the current one, behind what that was given so far."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
-            yield
-
-    def _rejoin(self) -> None:
-        if self._side is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._side)
 
     def _or_no_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ids [T, K]; for no tokens those of one that has no expert."""
@@ -226,7 +210,7 @@ class NcclEpEngine(KeepsWords, NativeEngine):
         self, place: Place, rows: torch.Tensor, out: torch.Tensor, weights: torch.Tensor | None = None,
         out_weights: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Bring rows back into `out`: zeros for a token whose experts are none."""
+        """Bring rows back into `out`; the library writes zeros for a token without an expert."""
         handle = self._handles[place.frame]
         if not out.shape[0]:
             sink = rows.new_empty((handle.num_rows, rows.shape[1]))
@@ -234,7 +218,6 @@ class NcclEpEngine(KeepsWords, NativeEngine):
             handle.combine(rows, sink, weights, None if weights is None else unused)
             return
         dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        dense.zero_()  # the library need not write rows of tokens without an expert
         handle.combine(rows, dense, weights, out_weights)
         if dense is not out:
             out.copy_(dense)
@@ -243,7 +226,7 @@ class NcclEpEngine(KeepsWords, NativeEngine):
         """Run every kernel once, with no token: the library compiles each at its first launch, which no capture may."""
         place = Place(0, 0)
         token = self._recv[0]
-        no_ids = self._counts.ids[0][:0]
+        no_ids = self._counts.sent_ids(0, 0)
         steps: list[Callable[[], object]] = [
             lambda: self._handles[0].update(self._or_no_ids(no_ids)),
             lambda: self._handles[0].dispatch(
@@ -262,7 +245,7 @@ class NcclEpEngine(KeepsWords, NativeEngine):
             self._lib.all_gather(self._count_rows[0], self._rank)
             for step in steps:
                 step()
-                if self._side is not None:
+                if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 group.barrier()  # nobody waits on the device for a rank that is still compiling
 

@@ -1,6 +1,7 @@
 """Counts, zones and overflow of the contract, from what ranks gather of each other: what NCCL EP does not tell.
 
-All is computed in operations of torch, which a graph records; `judge` alone is for the host.
+`RouteCounts` computes in operations of torch, on CPU; `DeviceCounts` asks a kernel of ours for the same. `judge` alone
+is for the host.
 """
 
 from __future__ import annotations
@@ -9,39 +10,33 @@ import torch
 
 from epbuf import _C
 from epbuf.control import ControlWords
+from epbuf.engine import StreamOrder
 from epbuf.engines.regions import RegionTensors
 from epbuf.plan import COUNT_HEADER_CELLS, Plan
 
-# Columns of a rank's row of counts: ids that mean no expert, E counts, ids at or past E, and then, from the end:
-_NUM_BAD, _REFUSAL, _BAD_TOKEN, _BAD_TOPK, _BAD_VALUE = -7, -6, -5, -4, -3
-assert _NUM_BAD + COUNT_HEADER_CELLS == 1, "an id of E is counted in the column behind the last expert's"
+_COLUMN = _C.CountColumn
 
 
 class RouteCounts:
-    """One rank's part in the exchange of counts, and what follows from it for each frame.
-
-    Attributes:
-        ids: for each frame, topk_idx as the library takes it: [T, K] int64, -1 for what is not sent.
-    """
+    """One rank's part in the exchange of counts, and what follows from it for each frame."""
 
     def __init__(self, plan: Plan, rank: int, regions: RegionTensors, words: ControlWords) -> None:
-        """Make what routes compute with, once: addresses that a graph keeps."""
-        config = plan.config
-        num_topk, tokens = config.num_topk, config.max_tokens_per_rank
-        self._config, self._capacity_rows, self._rank, self._words = config, plan.capacity_rows, rank, words
-        self.ids = regions.all("nccl_ep_topk_idx")
+        """Take the regions that routes fill."""
+        self._config, self._capacity_rows, self._rank, self._words = plan.config, plan.capacity_rows, rank, words
+        assert _COLUMN.BAD_VALUE < COUNT_HEADER_CELLS, "a row of counts has room for what is said beside them"
+        self._ids = regions.all("nccl_ep_topk_idx")
         self._offs, self._counts, self._overflow = map(regions.all, ("offs", "counts", "overflow"))
-        device = self.ids[0].device
-        self._token = torch.arange(tokens, device=device)[:, None]
-        self._earlier = torch.ones(num_topk, num_topk, dtype=torch.bool, device=device).tril(-1)
-        self._unit = torch.ones(tokens * num_topk, dtype=torch.int64, device=device)
 
-    def refuse(self, row: torch.Tensor, refusal: int) -> None:
-        """Say in this rank's row that it refuses.
+    def column(self, column: _C.CountColumn) -> int:
+        """Return where a row of counts has what is said beside them."""
+        return self._config.num_experts + int(column)
 
-        Shapes: row [E + 8] int64.
+    def sent_ids(self, frame: int, num_tokens: int) -> torch.Tensor:
+        """Return topk_idx of a frame as the library takes it: -1 for what is not sent.
+
+        Shapes: [T, K] int64.
         """
-        row[_REFUSAL].fill_(refusal)
+        return self._ids[frame][:num_tokens]
 
     def num_live_rows(self, frame: int) -> torch.Tensor:
         """Return the end of a frame's last zone.
@@ -51,39 +46,42 @@ class RouteCounts:
         return self._offs[frame][-1:]
 
     def count(
-        self, row: torch.Tensor, ids: torch.Tensor, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None
+        self, frame: int, row: torch.Tensor, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None, refusal: int
     ) -> None:  # fmt: skip
         """Count the rows that this rank sends to each expert, and write its ids as the library takes them.
 
         An id at or past E, of a token that is not live, or that its token has before becomes -1. Repeated experts make
-        the rank refuse: the library would send one row for both.
+        the rank refuse: the library would send one row for both. With a refusal nothing is counted.
 
-        Shapes: row [E + 8] int64, ids [T, K] int64, topk_idx [T, K] int32 or int64.
+        Shapes: row [E + 8] int64, topk_idx [T, K] int32 or int64.
         """
         row.zero_()
-        if not ids.shape[0]:
+        row[self.column(_COLUMN.REFUSAL)] = refusal
+        if refusal or not topk_idx.shape[0]:
             return
-        num_experts = self._config.num_experts
+        num_experts, ids = self._config.num_experts, self.sent_ids(frame, topk_idx.shape[0])
         ids.copy_(topk_idx).clamp_(-1, num_experts)
         if live_tokens is not None:
-            ids.masked_fill_(self._token[: ids.shape[0]] >= live_tokens, -1)
-        if self._config.validate_ids:
-            self._note_bad_id(row, ids, topk_idx)
-        again = (ids[:, :, None] == ids[:, None, :]) & self._earlier
+            ids.masked_fill_(torch.arange(ids.shape[0])[:, None] >= live_tokens, -1)
+        self._note_bad_id(row, ids == num_experts, topk_idx)
+        earlier = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril(-1)
+        again = (ids[:, :, None] == ids[:, None, :]) & earlier
         is_repeated = again.any(2) & (ids >= 0) & (ids < num_experts)
-        row[_REFUSAL].copy_(is_repeated.any() * int(_C.Refusal.REPEATED_EXPERT))
+        row[self.column(_COLUMN.REFUSAL)] = is_repeated.any() * int(_C.Refusal.REPEATED_EXPERT)
         ids.masked_fill_(is_repeated, -1)
-        row.scatter_add_(0, (ids + 1).view(-1), self._unit[: ids.numel()])
+        row += torch.bincount((ids + 1).view(-1), minlength=row.shape[0])
         ids.masked_fill_(ids == num_experts, -1)
 
-    def _note_bad_id(self, row: torch.Tensor, ids: torch.Tensor, topk_idx: torch.Tensor) -> None:
-        first = (ids == self._config.num_experts).view(-1).to(torch.int8).argmax()
-        row[_BAD_TOKEN].copy_(first // ids.shape[1])
-        row[_BAD_TOPK].copy_(first % ids.shape[1])
-        row[_BAD_VALUE].copy_(topk_idx.reshape(-1)[first])
+    def _note_bad_id(self, row: torch.Tensor, is_bad: torch.Tensor, topk_idx: torch.Tensor) -> None:
+        for token, topk in is_bad.nonzero()[:1].tolist():
+            row[self.column(_COLUMN.BAD_TOKEN)], row[self.column(_COLUMN.BAD_TOPK)] = token, topk
+            row[self.column(_COLUMN.BAD_VALUE)] = topk_idx[token, topk]
 
-    def summarise(self, frame: int, rows: torch.Tensor) -> None:
+    def summarise(self, frame: int, rows: torch.Tensor, num_tokens: int) -> None:
         """Compute zones, counts, overflow and what is counted, from the counts of all ranks.
+
+        On an overflow, sent ids of rows at or past the capacity become -1: the library, which has no more rows than
+        that, would drop others, or trap.
 
         Shapes: rows [R, E + 8] int64.
         """
@@ -92,18 +90,28 @@ class RouteCounts:
         valid = rows[:, 1 : config.num_experts + 1].sum(0).view(config.num_ranks, num_local)
         ends = ((valid + (alignment - 1)) // alignment * alignment).cumsum(1)
         mine, kept = ends[self._rank], ends[self._rank].clamp(max=capacity)
-        padded = kept.diff(prepend=self._unit.new_zeros(1))
         starts = torch.nn.functional.pad(mine, (1, 0))[:-1]
         self._offs[frame].copy_(kept)
         counts = self._counts[frame]
-        counts[:num_local] = padded
+        counts[:num_local] = kept.diff(prepend=kept.new_zeros(1))
         counts[num_local : 2 * num_local] = valid[self._rank].minimum((capacity - starts).clamp(min=0))
         counts[2 * num_local :] = mine[-1:]
         demand, rank = ends[:, -1].max(0, keepdim=True)
         is_over = demand > capacity
         self._overflow[frame].copy_(is_over)
+        if is_over.any():
+            self._drop_rows(self.sent_ids(frame, num_tokens), rows, ends)
         self._words.note_demand(frame, demand)
         self._note(rows, demand, rank, is_over)
+
+    def _drop_rows(self, ids: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> None:
+        num_experts, flat = self._config.num_experts, ids.view(-1)
+        starts = torch.nn.functional.pad(ends, (1, 0))[:, :-1].reshape(-1)
+        firsts = starts + rows[: self._rank, 1 : num_experts + 1].sum(0)
+        earlier = (flat[:, None] == torch.arange(num_experts)).cumsum(0) - 1
+        expert = flat.clamp(min=0)
+        row = firsts[expert] + earlier.gather(1, expert[:, None])[:, 0]
+        flat.masked_fill_(row >= self._capacity_rows, -1)
 
     def _note(self, rows: torch.Tensor, demand: torch.Tensor, rank: torch.Tensor, is_over: torch.Tensor) -> None:
         """Count events in the words that the host reads."""
@@ -111,13 +119,12 @@ class RouteCounts:
         word("num_overflows").add_(is_over)
         _keep(word("max_demand_rows"), is_over, demand)
         _keep(word("max_demand_rank"), is_over, rank)
-        num_bad = rows[:, _NUM_BAD]
+        num_bad = rows[:, self.column(_COLUMN.NUM_BAD_IDS)]
         word("num_bad_ids").add_(num_bad.sum())
-        if self._config.validate_ids:
-            has_bad, worst = _first(num_bad > 0)
-            _keep(word("bad_rank"), has_bad, worst)
-            for name, column in (("bad_token", _BAD_TOKEN), ("bad_topk", _BAD_TOPK), ("bad_value", _BAD_VALUE)):
-                _keep(word(name), has_bad, rows[worst, column])
+        has_bad, worst = _first(num_bad > 0)
+        _keep(word("bad_rank"), has_bad, worst)
+        for column in (_COLUMN.BAD_TOKEN, _COLUMN.BAD_TOPK, _COLUMN.BAD_VALUE):
+            _keep(word(column.name.lower()), has_bad, rows[worst, self.column(column)])
         self.count_refusal(rows)
 
     def count_refusal(self, rows: torch.Tensor) -> None:
@@ -125,7 +132,7 @@ class RouteCounts:
 
         Shapes: rows [R, E + 8] int64.
         """
-        word, refusals = self._words.word, rows[:, _REFUSAL]
+        word, refusals = self._words.word, rows[:, self.column(_COLUMN.REFUSAL)]
         refuses, rank = _first(refusals > 0)
         word("num_refusals").add_(refuses)
         _keep(word("refusing_rank"), refuses, rank)
@@ -139,21 +146,52 @@ class RouteCounts:
         Shapes: rows [R, E + 8] int64 cpu.
         """
         config, outcome = self._config, new_outcome()
-        refusing = rows[:, _REFUSAL].nonzero().flatten().tolist()
+        refusals, num_bad = (rows[:, self.column(c)] for c in (_COLUMN.REFUSAL, _COLUMN.NUM_BAD_IDS))
+        refusing = refusals.nonzero().flatten().tolist()
         if refusing:
             outcome.status, outcome.refusing_rank = int(_C.Status.REFUSED), refusing[0]
-            outcome.refusal = int(rows[refusing[0], _REFUSAL])
+            outcome.refusal = int(refusals[refusing[0]])
             return outcome
         counts = rows[:, 1 : config.num_experts + 1].sum(0).view(config.num_ranks, -1)
         demand = (-(-counts // config.expert_alignment) * config.expert_alignment).sum(1)
         outcome.max_demand_rows, outcome.max_demand_rank = int(demand.max()), int(demand.argmax())
         outcome.overflow = int(outcome.max_demand_rows > self._capacity_rows)
-        outcome.num_bad_ids = int(rows[:, _NUM_BAD].sum())
-        if outcome.num_bad_ids and config.validate_ids:
-            bad = int((rows[:, _NUM_BAD] > 0).nonzero()[0])
-            outcome.bad_rank, outcome.bad_token = bad, int(rows[bad, _BAD_TOKEN])
-            outcome.bad_topk, outcome.bad_value = int(rows[bad, _BAD_TOPK]), int(rows[bad, _BAD_VALUE])
+        outcome.num_bad_ids = int(num_bad.sum())
+        for rank in num_bad.nonzero().flatten().tolist()[:1]:
+            outcome.bad_rank = rank
+            for column in (_COLUMN.BAD_TOKEN, _COLUMN.BAD_TOPK, _COLUMN.BAD_VALUE):
+                setattr(outcome, column.name.lower(), int(rows[rank, self.column(column)]))
         return outcome
+
+
+class DeviceCounts(RouteCounts):
+    """The same by a kernel of ours before the exchange, and one behind it."""
+
+    def __init__(
+        self, plan: Plan, rank: int, regions: RegionTensors, words: ControlWords, native: _C.CudaEngine,
+        streams: StreamOrder,
+    ) -> None:  # fmt: skip
+        """Take the engine whose kernels they are."""
+        super().__init__(plan, rank, regions, words)
+        self._native, self._streams = native, streams
+
+    def count(
+        self, frame: int, row: torch.Tensor, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None, refusal: int
+    ) -> None:  # fmt: skip
+        call = _C.RouteCall()
+        call.frame, call.workspace, call.refusal, call.stream = frame, -1, refusal, self._streams.current()
+        if not refusal:
+            call.topk_idx, call.topk_idx_bytes = topk_idx.data_ptr(), topk_idx.element_size()
+            call.topk_idx_row_stride, call.num_tokens = topk_idx.stride()[0], topk_idx.shape[0]
+        if live_tokens is not None and not refusal:
+            call.live_tokens, call.live_tokens_bytes = live_tokens.data_ptr(), live_tokens.element_size()
+        self._native.count_ids(call, self._ids[frame].data_ptr(), row.data_ptr())
+
+    def summarise(self, frame: int, rows: torch.Tensor, num_tokens: int) -> None:
+        call = _C.SummariseCall()
+        call.frame, call.num_tokens, call.stream = frame, num_tokens, self._streams.current()
+        call.rows, call.sent_ids, call.mirror = rows.data_ptr(), self._ids[frame].data_ptr(), self._words.mirror_address
+        self._native.summarise(call)
 
 
 def new_outcome() -> _C.Outcome:

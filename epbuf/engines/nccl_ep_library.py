@@ -51,7 +51,7 @@ class Library:
                 max_dispatch_tokens_per_rank=config.max_tokens_per_rank,
                 max_recv_tokens_per_rank=plan.capacity_rows, max_token_bytes=plan.nccl_ep_token_bytes,
                 max_num_sms=config.max_num_sms or 0, zero_copy=ep.ZeroCopyMode.OFF,
-                overflow_policy=ep.OverflowPolicy.DROP,
+                overflow_policy=ep.OverflowPolicy.TRAP,  # never: RouteCounts.summarise; DROP first clears all C rows
                 timeout_ns=int(max(config.timeout_s, _MIN_TIMEOUT_S) * 1e9),
             ),
         )  # fmt: skip
