@@ -131,13 +131,13 @@ def bytes_moved(record: Record) -> dict[str, int]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Return a Markdown table with a row for each shape and op of ours, the baselines beside it."""
+    """Return a Markdown table with a row for each shape and op of ours, the baselines that were run beside it."""
     names = list(BASELINES.values())
     head = ["shape", "op", "epbuf us", "10 % to 90 %", "limit us", "% of limit", "% of peer copy", "GB/s", *names]
-    lines = [_line(head), "|" + "---|" * len(head)]
-    for record in _ours(records):
-        lines.extend(_line(row) for row in _rows(record, records))
-    return "\n".join(lines)
+    rows = [row for record in _ours(records) for row in _rows(record, records)]
+    filled = [column for column in range(len(head)) if any(row[column] for row in rows)]
+    head, *rows = ([row[column] for column in filled] for row in (head, *rows))
+    return "\n".join([_line(head), "|" + "---|" * len(head), *map(_line, rows)])
 
 
 def _rows(record: Record, records: Sequence[Record]) -> list[list[str]]:
