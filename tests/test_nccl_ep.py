@@ -503,6 +503,14 @@ def test_combine_reads_our_region_in_place(pool: Pool) -> None:
     assert pool.run(2, _combine_input) == [True, True]
 
 
+def test_ranks_that_share_a_gpu_share_its_multiprocessors() -> None:
+    """The library's kernels spin, so all ranks' must fit at once. With a GPU of one's own the library decides."""
+    assert [nccl_ep_library.share_of_sms(["a 0"] * n, 0, 132) for n in (1, 2, 4, 8)] == [0, 66, 32, 16]
+    places = ["a 0", "a 1", "b 0", "a 1"]
+    assert [nccl_ep_library.share_of_sms(places, rank, 132) for rank in range(4)] == [0, 66, 0, 66]
+    assert nccl_ep_library.share_of_sms(["a 0"] * 200, 7, 132) == 1
+
+
 def test_wire_dtype_of_raw_bytes() -> None:
     """Raw rows travel as bytes under the name of a float that the library knows."""
     raw = torch.arange(64, dtype=torch.uint8).view(2, 32)

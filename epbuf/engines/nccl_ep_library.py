@@ -6,6 +6,8 @@ Source: nccl-extensions 0.1.0 (nccl.ep) and nccl4py 0.6.0 (nccl.core).
 from __future__ import annotations
 
 import importlib
+import socket
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,7 +52,7 @@ class Library:
                 algorithm=ep.Algorithm.HIGH_THROUGHPUT, num_experts=config.num_experts, num_topk=config.num_topk,
                 max_dispatch_tokens_per_rank=config.max_tokens_per_rank,
                 max_recv_tokens_per_rank=plan.capacity_rows, max_token_bytes=plan.nccl_ep_token_bytes,
-                max_num_sms=config.max_num_sms or 0, zero_copy=ep.ZeroCopyMode.OFF,
+                max_num_sms=config.max_num_sms or _max_num_sms(group, device), zero_copy=ep.ZeroCopyMode.OFF,
                 overflow_policy=ep.OverflowPolicy.TRAP,  # never: RouteCounts.summarise; DROP first clears all C rows
                 timeout_ns=int(max(config.timeout_s, _MIN_TIMEOUT_S) * 1e9),
             ),
@@ -153,6 +155,23 @@ def _as_wire(rows: Encoded) -> torch.Tensor:
     if rows.data.dtype != torch.uint8:
         return rows.data
     return rows.data.view(torch.bfloat16 if rows.scales is None else torch.float8_e4m3fn)
+
+
+def _max_num_sms(group: Group, device: torch.device) -> int:
+    """Return how many multiprocessors the library may fill if the user names none: its own number, unless ranks share.
+
+    Its kernels wait for each other's on the device, so those of all ranks of a GPU must run at the same time.
+    """
+    found = torch.cuda.get_device_properties(device)
+    return share_of_sms(
+        group.all_gather(f"{socket.gethostname()} {found.uuid}"), group.rank, found.multi_processor_count
+    )
+
+
+def share_of_sms(gpus: Sequence[str], rank: int, num_sms: int) -> int:
+    """Return a rank's even share of its GPU's multiprocessors; 0 if no other rank is on that GPU."""
+    num_sharing = gpus.count(gpus[rank])
+    return 0 if num_sharing == 1 else max(1, num_sms // num_sharing // 2 * 2)
 
 
 def _num_domains(communicator: Any) -> int:
