@@ -106,25 +106,32 @@ void add_workspace(const CudaContext& context, std::int32_t workspace, RouteExch
   k->ack_cells = forward.ack_cells;
 }
 
-RouteExchangeKernel exchange_kernel(const CudaContext& context, const RouteCall& call) {
+// Where a frame's zones, demand and overflow are written, and what they follow from beside the counts.
+template <typename Kernel>
+void add_zones(const CudaContext& context, std::int32_t index, Kernel* k) {
   const Geometry& g = context.geometry();
+  const FrameOffsets& frame = context.frame(index);
+  k->frame_counters = context.frame_counters(index);
+  k->offs = context.own(frame.offs);
+  k->counts = context.own(frame.counts);
+  k->overflow = context.own(frame.overflow);
+  k->slot_map = context.own(frame.slot_map);
+  k->capacity_rows = g.capacity_rows;
+  k->num_experts = g.num_experts;
+  k->num_local_experts = g.num_local_experts;
+  k->expert_alignment = g.expert_alignment;
+}
+
+RouteExchangeKernel exchange_kernel(const CudaContext& context, const RouteCall& call) {
   const FrameOffsets& frame = context.frame(call.frame);
   RouteExchangeKernel k{};
   k.call = forward_call(context, kOpRoute, call);
   k.ids = ids_of(context, call);
   add_workspace(context, call.workspace, &k);
-  k.frame_counters = context.frame_counters(call.frame);
-  k.offs = context.own(frame.offs);
-  k.counts = context.own(frame.counts);
-  k.overflow = context.own(frame.overflow);
-  k.slot_map = context.own(frame.slot_map);
+  add_zones(context, call.frame, &k);
   k.count_cells = frame.count_cells;
   k.arrived_cells = frame.arrived_cells;
-  k.capacity_rows = g.capacity_rows;
-  k.num_experts = g.num_experts;
-  k.num_local_experts = g.num_local_experts;
-  k.expert_alignment = g.expert_alignment;
-  k.chunk_tokens = static_cast<std::int32_t>(g.route_chunk_tokens);
+  k.chunk_tokens = static_cast<std::int32_t>(context.geometry().route_chunk_tokens);
   k.repeats = call.repeats;
   return k;
 }
@@ -328,23 +335,13 @@ void issue_count_ids(const CudaContext& context, const RouteCall& call, std::uin
 
 void issue_summarise(const CudaContext& context, const SummariseCall& call) {
   context.check_num_tokens(call.num_tokens);
-  const Geometry& g = context.geometry();
-  const FrameOffsets& frame = context.frame(call.frame);
   SummariseKernel k{};
   k.call = context.kernel_call(kOpRoute, call.frame, -1);
   k.call.mirror = call.mirror;
+  add_zones(context, call.frame, &k);
   k.rows = call.rows;
-  k.frame_counters = context.frame_counters(call.frame);
-  k.offs = context.own(frame.offs);
-  k.counts = context.own(frame.counts);
-  k.overflow = context.own(frame.overflow);
-  k.capacity_rows = g.capacity_rows;
-  k.num_experts = g.num_experts;
-  k.num_local_experts = g.num_local_experts;
-  k.expert_alignment = g.expert_alignment;
   k.sent_ids = call.sent_ids;
-  k.slot_map = context.own(frame.slot_map);
-  k.num_slots = call.num_tokens * g.num_topk;
+  k.num_slots = call.num_tokens * context.geometry().num_topk;
   launch_summarise(k, context.target(call.stream));
 }
 
