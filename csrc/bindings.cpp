@@ -154,8 +154,8 @@ void bind_calls(py::module_& m) {
       .def(from_values(&R::frame, &R::workspace, &R::refusal, &R::check_progress, &R::stream, &R::topk_idx,
                        &R::topk_idx_row_stride, &R::topk_idx_bytes, &R::num_tokens));
   using Z = SummariseCall;
-  bind_struct<Z>(m, "SummariseCall", "frame", &Z::frame, "num_tokens", &Z::num_tokens, "stream", &Z::stream, "rows",
-                 &Z::rows, "sent_ids", &Z::sent_ids, "mirror", &Z::mirror);
+  bind_struct<Z>(m, "SummariseCall", "frame", &Z::frame, "num_tokens", &Z::num_tokens, "stream", &Z::stream,
+                 "count_rows", &Z::count_rows, "sent_ids", &Z::sent_ids, "mirror", &Z::mirror);
   using D = DispatchCall;
   bind_struct<D>(m, "DispatchCall", "frame", &D::frame, "workspace", &D::workspace, "refusal", &D::refusal,
                  "check_progress", &D::check_progress, "stream", &D::stream, "rows", &D::rows, "row_stride_bytes",

@@ -20,7 +20,8 @@ void bind_cuda_engine(py::module_& m) {
                     std::vector<BackwardOffsets>, std::vector<std::uint64_t>, int>(),
            py::arg("geometry"), py::arg("arena_offsets"), py::arg("frames"), py::arg("forwards"), py::arg("backwards"),
            py::arg("peers"), py::arg("device"), release_gil())
-      .def("count_ids", &CudaEngine::count_ids, py::arg("call"), py::arg("sent_ids"), py::arg("row"), release_gil())
+      .def("count_ids", &CudaEngine::count_ids, py::arg("call"), py::arg("sent_ids"), py::arg("count_row"),
+           release_gil())
       .def("summarise", &CudaEngine::summarise, py::arg("call"), release_gil())
       .def_static("phases", &CudaEngine::phases, py::arg("op"))
       .def(

@@ -280,9 +280,9 @@ struct SummariseCall {
   std::int32_t frame;
   std::int32_t num_tokens;  // T
   std::uint64_t stream;
-  std::uint64_t rows;      // int64 [R, E + 8], see CountColumn
-  std::uint64_t sent_ids;  // int64 [T, K]
-  std::uint64_t mirror;    // pinned Control to mirror records to
+  std::uint64_t count_rows;  // int64 [R, E + 8], see CountColumn
+  std::uint64_t sent_ids;    // int64 [T, K]
+  std::uint64_t mirror;      // pinned Control to mirror records to
 };
 
 // Push rows into the peers' slots, zero own padding (data, scales and row scales), publish and await ARRIVED.
@@ -457,8 +457,8 @@ struct RouteSlotsKernel {
 struct CountIdsKernel {
   KernelCall call;
   KernelIds ids;
-  std::uint64_t sent_ids;  // int64 [T, K]: out, -1 for what is not sent
-  std::uint64_t row;       // int64 [E + 8]: out, see CountColumn
+  std::uint64_t sent_ids;   // int64 [T, K]: out, -1 for what is not sent
+  std::uint64_t count_row;  // int64 [E + 8]: out, see CountColumn
   std::int32_t num_experts;
   std::uint32_t reserved;
 };
@@ -466,7 +466,7 @@ struct CountIdsKernel {
 // ... and after it.
 struct SummariseKernel {
   KernelCall call;
-  std::uint64_t rows;            // int64 [R, E + 8]
+  std::uint64_t count_rows;      // int64 [R, E + 8]
   std::uint64_t frame_counters;  // FrameCounters
   std::uint64_t offs, counts, overflow;
   std::uint64_t sent_ids;  // int64 [T, K]: on an overflow -1 for rows at or past the capacity
@@ -474,8 +474,6 @@ struct SummariseKernel {
   std::int64_t capacity_rows;
   std::int32_t num_experts, num_local_experts, expert_alignment;
   std::int32_t num_slots;  // T * K
-  std::uint32_t repeats;   // 0
-  std::uint32_t reserved;
 };
 
 // What SignalKernel does, in this order.

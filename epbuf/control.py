@@ -8,9 +8,9 @@ from epbuf import _C
 
 
 class ControlWords:
-    """Counters and records of one rank, which operations of torch write and the host reads.
+    """Counters and records of one rank, which operations of torch or a kernel of ours write and the host reads.
 
-    The native engines write the same words from their own kernels; whatever reads them need not know who did.
+    The native engines write the same words from all their kernels; whatever reads them need not know who did.
     """
 
     def __init__(self, region: torch.Tensor, frame_counters: torch.Tensor) -> None:

@@ -142,6 +142,9 @@ class Engine(Protocol):
     encodes: bool
     """Whether `dispatch` takes rows of the token dtype for a quantised payload."""
 
+    refuses_later: bool
+    """Whether peers hear of a refused combine, or backward, in their next dispatch only: their round is complete."""
+
     def control(self) -> _C.Control:
         """Read this rank's error and counter words. Synchronises on CUDA."""
 
@@ -191,6 +194,7 @@ class NativeEngine(OnStreams):
     """
 
     encodes = True
+    refuses_later = False
 
     def __init__(self, plan: Plan, rank: int, window: Window, device: torch.device) -> None:
         self.synchronous = device.type == "cpu"

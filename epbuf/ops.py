@@ -352,7 +352,7 @@ def _pull(
     if workspace is None:  # no cell is owed: all ranks run the same program and raise here
         raise attempt.take() or AssertionError("a combine without a workspace passed its checks")
     if state is None:  # released after its dispatch: the peers wait for READY
-        _complete_combine(arena, frame, workspace, attempt)
+        _complete_combine(arena, frame, workspace, attempt, None)
     assert state is not None
     place = Place(frame, workspace, refusal, stream=arena.engine.stream_state())
     book.touch(frame, state.recorded_in, place.capture)
@@ -360,7 +360,7 @@ def _pull(
     outcome = arena.engine.combine(place, found, None if refusal else topk_weights, y)
     if found.tensor is not None:
         increment_version(arena.region("expert_out", workspace))
-    _settle(arena, outcome, attempt, "combine")
+    _settle_combine(arena, frame, outcome, attempt, state)
     state.combined = True
     if arena.policies[frame] == "stash":
         if has_backward:
@@ -569,12 +569,26 @@ def refuse_combine(lease: Lease, attempt: Attempt) -> None:
     workspace = arena.book.workspace(frame, "forward")
     if workspace is None:
         raise attempt.take() or AssertionError("refused without an error")
-    _complete_combine(arena, frame, workspace, attempt)
+    state = None if lease.ticket is None else arena.book.ticket(read_ticket(lease.ticket)[1])
+    _complete_combine(arena, frame, workspace, attempt, state)
 
 
-def _complete_combine(arena: Generation, frame: int, workspace: int, attempt: Attempt) -> None:
+def _complete_combine(
+    arena: Generation, frame: int, workspace: int, attempt: Attempt, state: Ticket | None
+) -> None:  # fmt: skip
     place = Place(frame, workspace, refusal_of(attempt.error))
     outcome = arena.engine.combine(place, Rows(in_window=True), None, arena.new_token_rows(0))
+    _settle_combine(arena, frame, outcome, attempt, state)
+
+
+def _settle_combine(
+    arena: Generation, frame: int, outcome: _C.Outcome, attempt: Attempt, state: Ticket | None
+) -> None:  # fmt: skip
+    """Settle; where peers do not hear of a refusal before their next dispatch, this combine is over for them."""
+    if attempt.error is not None and arena.engine.refuses_later:
+        arena.book.end_workspace(frame, "forward")
+        if state is not None:
+            state.combined = True
     _settle(arena, outcome, attempt, "combine")
 
 

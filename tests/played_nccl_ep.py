@@ -65,12 +65,12 @@ class PlayedHandle:
             for rank, tokens in enumerate(everyone):
                 for token, experts in enumerate(tokens):
                     if expert in experts:
-                        assert end < capacity, "the library traps"
                         self.places[rank, token, expert] = owner, end
                         end += 1
             first_padding, end = end, -(-end // alignment) * alignment
             if owner == self.group.rank:
-                self.zones.append((min(first_padding, capacity), min(end, capacity)))
+                assert end <= capacity, "the library traps"
+                self.zones.append((first_padding, end))
 
     def dispatch(self, rows: Encoded, weights: Tensor | None, into: Encoded, recv_weights: Tensor | None) -> None:
         config = self.library.plan.config
@@ -113,8 +113,6 @@ class PlayedHandle:
             for k, expert in enumerate(experts):
                 place = self.places.get((self.group.rank, token, expert))
                 if place is None:
-                    if out_weights is not None and expert >= 0:
-                        out_weights[token, k] = 0
                     continue
                 owner, row = place
                 found, factors = everyone[owner]

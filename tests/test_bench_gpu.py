@@ -110,6 +110,7 @@ def test_wire_is_the_limit_of_ranks_with_a_gpu_each() -> None:
     head, _, *rows = report.table([two]).splitlines()
     assert rows[-1].split(" | ")[4:7] == ["2500", "50", "50"]
     assert "NCCL EP" not in head, "a baseline that was not run has no column"
+    assert report.table([]).splitlines() == ["| shape | op |", "|---|---|"]
 
 
 def test_records_of_one_shape_are_told_apart_by_window_and_form() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import epbuf
 from epbuf import reference
-from epbuf.engine import Encoded
+from epbuf.engine import Encoded, StreamState
 from epbuf.engines import nccl_ep, nccl_ep_library
 from epbuf.errors import CapacityError, ConfigError, LeaseError
 
@@ -305,6 +305,29 @@ def test_repeated_expert_in_a_replay_is_sent_once_and_counted_on_all_ranks(pool:
         assert_same(got["tokens"][:end], rows[rank][:end], "rows")
 
 
+def _as_recorded(rank: int, group: Any, case: Case) -> dict[str, Tensor]:
+    """Play rounds as a graph that is replayed does: nothing is read on the host."""
+    state = StreamState(0, 0)
+    with (
+        played(),
+        _open(group, case.config) as arena,
+        mock.patch.object(nccl_ep.NcclEpEngine, "capture_key", lambda self: 1),
+        mock.patch.object(nccl_ep.NcclEpEngine, "stream_state", lambda self: state),
+    ):
+        inputs = draw_inputs(case, rank, whole=True)
+        play_round(arena, inputs, True)
+        return play_round(arena, inputs, True)
+
+
+@pytest.mark.parametrize("routing", [*CAPACITY_OFFSETS, "too_large", "num_tokens_int64"])
+def test_contract_holds_when_nothing_is_read(pool: Pool, routing: str) -> None:
+    """Rows at or past the capacity are dropped by position, and never reach the library, which would trap."""
+    case = _case(routing, 2, 16)
+    got = pool.run(2, _as_recorded, case)
+    for rank, want in enumerate(expected(case, True, True)):
+        assert_round(got[rank], want, f"{case.name}, rank {rank}", BUT, written=WRITTEN)
+
+
 def _refuses(rank: int, group: Any) -> str:
     config = config_of()
     with played(), _open(group, config) as arena, arena.acquire() as lease:
@@ -321,11 +344,14 @@ def test_bad_argument_of_one_rank_is_known_to_all(pool: Pool) -> None:
 
 
 def _refuses_later(rank: int, group: Any, where: str) -> list[str]:
-    """Refuse in combine, or after release, on one rank; then dispatch, which all refuse; then dispatch again."""
+    """Refuse in combine, or after release, on one rank; then dispatch, which all refuse; then dispatch again.
+
+    What the first dispatch gave stays alive: the workspace of a refused combine must be free all the same.
+    """
     config = config_of()
     x, ids = torch.ones(6, config.hidden), torch.tensor([[0, 5]] * 6)
     messages = []
-    with played(), _open(group, config) as arena, torch.no_grad():
+    with played(), _open(group, config, 2) as arena, torch.no_grad():
         lease = arena.acquire()
         recv = epbuf.dispatch(lease, x, ids)
         if rank == 0 and where == "released":
@@ -333,7 +359,6 @@ def _refuses_later(rank: int, group: Any, where: str) -> list[str]:
         rows = recv.tokens if rank or where == "released" else recv.tokens.double()
         combine = partial(epbuf.combine, lease, rows)
         messages += [raised((ConfigError, LeaseError), combine)] if rank == 0 else combine().new_empty(0).tolist()
-        del recv, rows, combine
         if not lease.released:
             lease.release()
         with arena.acquire() as lease:
@@ -344,11 +369,37 @@ def _refuses_later(rank: int, group: Any, where: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("where", ["dtype", "released"])
-def test_refusal_in_combine_reaches_all_at_the_next_dispatch(pool: Pool, where: str) -> None:
+@pytest.mark.parametrize(("where", "cause"), [("dtype", "wrong dtype"), ("released", "out of order")])
+def test_refusal_in_combine_reaches_all_at_the_next_dispatch(pool: Pool, where: str, cause: str) -> None:
     first, second = pool.run(2, _refuses_later, where)
     assert len(first) == 2 and len(second) == 1
-    assert first[1] == second[0] and second[0].startswith("rank 0 refused dispatch")
+    assert first[1] == second[0] and second[0].startswith("rank 0 refused dispatch") and cause in second[0]
+
+
+def _refused_out(rank: int, group: Any, kind: str) -> tuple[str, bool]:
+    """Give combine an `out` on rank 0 that it refuses; return the message, and whether `out` is as it was."""
+    config = config_of()
+    x, ids = torch.ones(6, config.hidden), torch.tensor([[0, 5]] * 6)
+    with played(), _open(group, config) as arena, torch.no_grad(), arena.acquire() as lease:
+        rows = epbuf.dispatch(lease, x, ids).tokens
+        if rank == 1:
+            epbuf.combine(lease, rows)
+            return "", True
+        outs = {
+            "short": torch.zeros(5, config.hidden),
+            "dtype": torch.zeros(6, config.hidden, dtype=torch.float16),
+            "narrow": torch.zeros(6, config.hidden // 2),
+            "device": torch.zeros(6, config.hidden, device="meta"),
+            "overlap": lease.expert_out.zero_()[:6],
+        }
+        message = raised(ConfigError, lambda: epbuf.combine(lease, rows, out=outs[kind]))
+        return message, kind == "device" or bool((outs[kind] == 0).all())
+
+
+@pytest.mark.parametrize("kind", ["short", "dtype", "narrow", "device", "overlap"])
+def test_refused_out_is_not_written(pool: Pool, kind: str) -> None:
+    message, is_unwritten = pool.run(2, _refused_out, kind)[0]
+    assert message.startswith("out ") and is_unwritten
 
 
 def _recorded_after_a_refusal(rank: int, group: Any) -> str:
@@ -508,7 +559,9 @@ def test_ranks_that_share_a_gpu_share_its_multiprocessors() -> None:
     assert [nccl_ep_library.share_of_sms(["a 0"] * n, 0, 132) for n in (1, 2, 4, 8)] == [0, 66, 32, 16]
     places = ["a 0", "a 1", "b 0", "a 1"]
     assert [nccl_ep_library.share_of_sms(places, rank, 132) for rank in range(4)] == [0, 66, 0, 66]
-    assert nccl_ep_library.share_of_sms(["a 0"] * 200, 7, 132) == 1
+    assert nccl_ep_library.share_of_sms(["a 0"] * 66, 7, 132) == 2
+    with pytest.raises(ConfigError, match="67 ranks on one GPU of 132 multiprocessors"):
+        nccl_ep_library.share_of_sms(["a 0"] * 67, 7, 132)
 
 
 def test_wire_dtype_of_raw_bytes() -> None:
@@ -552,10 +605,6 @@ def _early(rank: int, group: Any) -> str:
 
 def test_early_reuse_in_a_replay_raises(pool: Pool) -> None:
     assert all("already been followed by its backward" in message for message in pool.run(2, _early))
-
-
-def test_every_kind_of_overflow_is_played() -> None:
-    assert set(CAPACITY_OFFSETS) <= set(ROUTINGS)
 
 
 # The benchmark, small

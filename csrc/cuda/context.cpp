@@ -7,6 +7,8 @@
 namespace epbuf::cuda {
 namespace {
 
+constexpr std::int64_t kMaxSlots = std::int64_t{1} << 30;  // the last stride of a loop over them stays an int32
+
 bool is_power_of_two(std::int32_t value) { return value >= 1 && (value & (value - 1)) == 0; }
 
 // What the kernels ask beyond what ArenaMap has checked.
@@ -16,8 +18,8 @@ void check_sizes(const Geometry& g) {
   EPBUF_CHECK(g.route_chunk_tokens >= 1 && g.route_chunk_tokens <= 1024, "route_chunk_tokens is ",
               g.route_chunk_tokens);
   const std::int64_t num_slots = static_cast<std::int64_t>(g.max_tokens_per_rank) * g.num_topk;
-  EPBUF_CHECK(num_slots <= INT32_MAX, "max_tokens_per_rank * num_topk is ", num_slots,
-              "; the kernels number slots by int32");
+  EPBUF_CHECK(num_slots <= kMaxSlots, "max_tokens_per_rank * num_topk is ", num_slots,
+              "; the kernels number slots by int32, and take at most ", kMaxSlots);
   EPBUF_CHECK(num_slots * g.num_ranks <= UINT32_MAX, "num_ranks * max_tokens_per_rank * num_topk is ",
               num_slots * g.num_ranks, "; a count is uint32");
 }
@@ -35,8 +37,8 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
 int checked(const Geometry& g, int device) {
   check_sizes(g);
   const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const std::size_t needed = std::max(exchange_shared_bytes(g.num_experts),
-                                      slots_shared_bytes(g.num_experts, g.route_chunk_tokens, g.num_topk));
+  const std::size_t needed = std::max({exchange_shared_bytes(g.num_experts), counts_shared_bytes(g.num_experts),
+                                       slots_shared_bytes(g.num_experts, g.route_chunk_tokens, g.num_topk)});
   EPBUF_CHECK(needed <= static_cast<std::size_t>(available), "num_experts is ", g.num_experts, ": route needs ", needed,
               " bytes of shared memory in a block; the device has ", available);
   return device;

@@ -61,7 +61,8 @@ constexpr Phases kAllPhases = 7;
 
 // The ops, in ops.cpp: each enqueues a short chain of kernels on the call's stream.
 void issue_route(const CudaContext& context, const RouteCall& call, Phases phases);
-void issue_count_ids(const CudaContext& context, const RouteCall& call, std::uint64_t sent_ids, std::uint64_t row);
+void issue_count_ids(const CudaContext& context, const RouteCall& call, std::uint64_t sent_ids,
+                     std::uint64_t count_row);
 void issue_summarise(const CudaContext& context, const SummariseCall& call);
 void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases phases);
 void issue_combine(const CudaContext& context, const CombineCall& call, Phases phases);

@@ -1,5 +1,7 @@
 // route where other kernels move rows: what their library is told of the ids, and what it does not tell. Between the
 // two kernels ranks gather their rows of counts, by whatever means.
+#include <algorithm>
+
 #include "chain.cuh"
 #include "route.cuh"
 #include "zones.cuh"
@@ -8,11 +10,11 @@ namespace epbuf::cuda {
 namespace {
 
 constexpr std::uint32_t kCountThreads = 512;
-constexpr std::uint32_t kNoSlotYet = 0xFFFFFFFF;
+constexpr std::uint32_t kNoBadSlot = 0xFFFFFFFF;
 
 // What the threads of a block find.
 struct Found {
-  std::uint32_t first_bad;    // the lowest slot with an id >= E; kNoSlotYet: none
+  std::uint32_t first_bad;    // the lowest slot with an id >= E; kNoBadSlot: none
   std::uint32_t is_repeated;  // some token names an expert twice
 };
 
@@ -47,15 +49,15 @@ __device__ void count_slots(const CountIdsKernel& k, std::uint32_t* histogram, F
 // One thread, once all blocks have counted.
 __device__ void write_facts(const CountIdsKernel& k, const Found* found) {
   const auto cluster = cooperative_groups::this_cluster();
-  Found all{kNoSlotYet, 0};
+  Found all{kNoBadSlot, 0};
   for (std::uint32_t block = 0; block < gridDim.x; ++block) {
     const Found& own = *cluster.map_shared_rank(found, block);
     all = {min(all.first_bad, own.first_bad), all.is_repeated | own.is_repeated};
   }
   const std::uint32_t refusal = all.is_repeated != 0 ? kRefusalRepeatedExpert : kRefusalNone;
-  const bool has_bad = all.first_bad != kNoSlotYet;
+  const bool has_bad = all.first_bad != kNoBadSlot;
   const auto num_topk = static_cast<std::uint32_t>(k.ids.num_topk);
-  auto* facts = at<std::int64_t>(k.row) + k.num_experts;
+  auto* facts = at<std::int64_t>(k.count_row) + k.num_experts;
   facts[kColumnRefusal] = k.call.refusal != kRefusalNone ? k.call.refusal : refusal;
   facts[kColumnBadToken] = has_bad ? all.first_bad / num_topk : 0;
   facts[kColumnBadTopk] = has_bad ? all.first_bad % num_topk : 0;
@@ -65,7 +67,7 @@ __device__ void write_facts(const CountIdsKernel& k, const Found* found) {
 // Shapes: topk_idx [T, K] int32 or int64; sent_ids [T, K] int64, row [E + 8] int64: out. A cluster of up to 8 blocks.
 //
 // Example, E = 4, K = 2, topk_idx = {{0, 3}, {3, 9}, {1, 1}}: sent_ids = {{0, 3}, {3, -1}, {1, -1}}, and the row is
-// {1, 1, 1, 0, 2, 1, kRefusalRepeatedExpert, 1, 1, 9, 0, 0}: one id means no expert, as it is repeated, and one is >=
+// {1, 1, 1, 0, 2, 1, kRefusalRepeatedExpert, 1, 1, 9, _, _}: one id means no expert, as it is repeated, and one is >=
 // 4, that of token 1 and k 1.
 __global__ void __launch_bounds__(kCountThreads) count_ids_kernel(const __grid_constant__ CountIdsKernel k) {
   extern __shared__ std::uint32_t histogram[];  // [E + 2]
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(kCountThreads) count_ids_kernel(const __grid_c
   await_previous();
   const std::int32_t num_columns = k.num_experts + 2;
   for (std::int32_t column = threadIdx.x; column < num_columns; column += blockDim.x) histogram[column] = 0;
-  if (threadIdx.x == 0) found = {kNoSlotYet, 0};
+  if (threadIdx.x == 0) found = {kNoBadSlot, 0};
   __syncthreads();
   count_slots(k, histogram, &found);
   meet();
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(kCountThreads) count_ids_kernel(const __grid_c
     std::uint32_t count = 0;
     for (std::uint32_t block = 0; block < gridDim.x; ++block)
       count += cluster.map_shared_rank(histogram, block)[column];
-    at<std::int64_t>(k.row)[column] = count;
+    at<std::int64_t>(k.count_row)[column] = count;
   }
   if (first == 0) write_facts(k, &found);
   meet();  // each block's memory lasts until all have read it
@@ -95,7 +97,7 @@ __device__ void note_facts(const SummariseKernel& k) {
   std::int32_t bad_rank = -1, refusing_rank = -1;
   std::uint64_t num_bad_ids = 0;
   const std::int64_t width = k.num_experts + kCountHeader;
-  const auto* facts = at<const std::int64_t>(k.rows) + k.num_experts;
+  const auto* facts = at<const std::int64_t>(k.count_rows) + k.num_experts;
 #pragma unroll 4
   for (std::int32_t rank = k.call.num_ranks - 1; rank >= 0; --rank) {
     const std::int64_t bad = facts[rank * width + kColumnNumBadIds];
@@ -132,7 +134,7 @@ std::size_t zones_bytes(std::int64_t num_experts) {
 __device__ void add_ranks(const SummariseKernel& k, std::uint32_t* totals) {
   const std::int64_t width = k.num_experts + kCountHeader;
   for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
-    const auto* counts = at<const std::int64_t>(k.rows) + 1 + e;
+    const auto* counts = at<const std::int64_t>(k.count_rows) + 1 + e;
     std::int64_t total = 0;
 #pragma unroll 4
     for (std::int32_t rank = 0; rank < k.call.num_ranks; ++rank) total += counts[rank * width];
@@ -152,7 +154,7 @@ __device__ bool overflows(const SummariseKernel& k, const std::int64_t* prefix) 
 __device__ void drop_rows(const SummariseKernel& k, const ZonesShared& memory) {
   const std::int64_t width = k.num_experts + kCountHeader;
   for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
-    const auto* counts = at<const std::int64_t>(k.rows) + 1 + e;
+    const auto* counts = at<const std::int64_t>(k.count_rows) + 1 + e;
     std::int64_t row = memory.prefix[e] - memory.prefix[e / k.num_local_experts * k.num_local_experts];
     for (std::int32_t rank = 0; rank < k.call.rank; ++rank) row += counts[rank * width];
     memory.base[e] = row;
@@ -189,7 +191,7 @@ __global__ void __launch_bounds__(kZoneThreads) summarise_kernel(const __grid_co
     const std::int64_t* prefix = memory.prefix + first_own;
     write_zone(k, j, prefix[j] - prefix[0], prefix[j + 1] - prefix[0], memory.totals[first_own + j]);
   }
-  if (threadIdx.x < kWarpSize) write_demand(k, memory.prefix);
+  if (threadIdx.x < kWarpSize) write_demand(k, memory.prefix, true);
   if (threadIdx.x == 0) note_facts(k);
   if (overflows(k, memory.prefix)) drop_rows(k, memory);
 }
@@ -197,6 +199,10 @@ __global__ void __launch_bounds__(kZoneThreads) summarise_kernel(const __grid_co
 std::size_t histogram_bytes(std::int64_t num_experts) { return sizeof(std::uint32_t) * (num_experts + 2); }
 
 }  // namespace
+
+std::size_t counts_shared_bytes(std::int64_t num_experts) {
+  return std::max(histogram_bytes(num_experts), zones_bytes(num_experts));
+}
 
 void launch_count_ids(const CountIdsKernel& kernel, const Target& target) {
   const std::uint32_t num_blocks = num_cluster_blocks(kernel.ids, target);

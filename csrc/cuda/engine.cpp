@@ -98,8 +98,8 @@ Outcome CudaEngine::stash(const StashCall& call) {
   return enqueue([&] { issue_stash(context_, call); });
 }
 
-Outcome CudaEngine::count_ids(const RouteCall& call, std::uint64_t sent_ids, std::uint64_t row) {
-  return enqueue([&] { issue_count_ids(context_, call, sent_ids, row); });
+Outcome CudaEngine::count_ids(const RouteCall& call, std::uint64_t sent_ids, std::uint64_t count_row) {
+  return enqueue([&] { issue_count_ids(context_, call, sent_ids, count_row); });
 }
 
 Outcome CudaEngine::summarise(const SummariseCall& call) {

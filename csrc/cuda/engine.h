@@ -38,7 +38,7 @@ class CudaEngine {
 
   // Local halves of a route where other kernels move rows: `sent_ids` [T, K] and this rank's row of counts; then, once
   // all rows are gathered, zones and records.
-  Outcome count_ids(const RouteCall& call, std::uint64_t sent_ids, std::uint64_t row);
+  Outcome count_ids(const RouteCall& call, std::uint64_t sent_ids, std::uint64_t count_row);
   Outcome summarise(const SummariseCall& call);
 
   // The same ops in steps, for virtual ranks of one process: phase p on every rank before phase p + 1 on any.

@@ -37,6 +37,7 @@ void launch_stash(const StashKernel& kernel, std::int64_t max_rows, const Target
 
 // Bytes of shared memory that a block needs.
 std::size_t exchange_shared_bytes(std::int64_t num_experts);
+std::size_t counts_shared_bytes(std::int64_t num_experts);
 std::size_t slots_shared_bytes(std::int64_t num_experts, std::int64_t chunk_tokens, std::int64_t num_topk);
 
 // Loads every variant of the family.

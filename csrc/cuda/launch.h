@@ -33,7 +33,7 @@ struct Target {
   std::uint32_t num_sms;      // of the device
   std::uint32_t max_num_sms;  // of the config; 0: no limit
 
-  // Blocks for `num_blocks` pieces of work: at most `blocks_per_sm` on every SM, or one on each of max_num_sms.
+  // Blocks for `num_blocks` pieces of work: at most `blocks_per_sm` for every SM, or one for each of max_num_sms.
   std::uint32_t fit(std::int64_t num_blocks, std::uint32_t blocks_per_sm) const {
     const std::int64_t limit = max_num_sms != 0 ? max_num_sms : static_cast<std::int64_t>(num_sms) * blocks_per_sm;
     return static_cast<std::uint32_t>(num_blocks < 1 ? 1 : num_blocks < limit ? num_blocks : limit);

@@ -322,13 +322,14 @@ void issue_route(const CudaContext& context, const RouteCall& call, Phases phase
   if ((phases & 2) && !refuses) launch_route_slots(slots_kernel(context, call), target);
 }
 
-void issue_count_ids(const CudaContext& context, const RouteCall& call, std::uint64_t sent_ids, std::uint64_t row) {
+void issue_count_ids(const CudaContext& context, const RouteCall& call, std::uint64_t sent_ids,
+                     std::uint64_t count_row) {
   context.check_num_tokens(call.refusal == kRefusalNone ? call.num_tokens : 0);
   CountIdsKernel k{};
   k.call = context.kernel_call(kOpRoute, call);
   k.ids = ids_of(context, call);
   k.sent_ids = sent_ids;
-  k.row = row;
+  k.count_row = count_row;
   k.num_experts = context.geometry().num_experts;
   launch_count_ids(k, context.target(call.stream));
 }
@@ -339,7 +340,7 @@ void issue_summarise(const CudaContext& context, const SummariseCall& call) {
   k.call = context.kernel_call(kOpRoute, call.frame, -1);
   k.call.mirror = call.mirror;
   add_zones(context, call.frame, &k);
-  k.rows = call.rows;
+  k.count_rows = call.count_rows;
   k.sent_ids = call.sent_ids;
   k.num_slots = call.num_tokens * context.geometry().num_topk;
   launch_summarise(k, context.target(call.stream));

@@ -382,7 +382,7 @@ __device__ bool conclude(const RouteExchangeKernel& k, const ExchangeShared& mem
   if (threadIdx.x == 0 && notes.num_bad_ids != 0 && k.repeats == 0) record_bad_ids(k, notes);
   sum_zones(k, memory.totals, memory.prefix);
   if (is_speaker()) {
-    write_demand(k, memory.prefix);
+    write_demand(k, memory.prefix, k.repeats == 0);
   } else {
     write_zones(k, memory);
   }

@@ -57,9 +57,9 @@ __device__ void write_zone(const Kernel& k, std::int32_t j, std::int64_t start, 
   if (j == k.num_local_experts - 1) counts[2 * k.num_local_experts] = end;
 }
 
-// One warp: the largest demand of all ranks, the overflow flag, the peak.
+// One warp: the largest demand of all ranks, the overflow flag and, if the round counts, the peak.
 template <typename Kernel>
-__device__ void write_demand(const Kernel& k, const std::int64_t* prefix) {
+__device__ void write_demand(const Kernel& k, const std::int64_t* prefix, bool counts) {
   std::int64_t largest = -1;
   std::int32_t largest_rank = 0;
   for (std::int32_t rank = lane_index(); rank < k.call.num_ranks; rank += kWarpSize) {
@@ -74,7 +74,7 @@ __device__ void write_demand(const Kernel& k, const std::int64_t* prefix) {
   }
   if (lane_index() != 0) return;
   *at<float>(k.overflow) = largest > k.capacity_rows ? 1.0f : 0.0f;
-  if (k.repeats != 0) return;
+  if (!counts) return;
   auto* counters = at<FrameCounters>(k.frame_counters);
   counters->demand_peak_rows = max(counters->demand_peak_rows, largest);
   if (largest > k.capacity_rows) record_overflow(k.call, largest, largest_rank);

@@ -21,6 +21,7 @@ class ExternalEngine(KeepsWords, OnStreams):
     """
 
     encodes = True
+    refuses_later = False
 
     def __init__(self, plan: Plan, window: Window, device: torch.device) -> None:
         self.synchronous = device.type == "cpu"

@@ -2,8 +2,8 @@
 
 The library has a group on a communicator of its own, and a handle for each frame, whose memory is a region of the plan.
 Rows are staged in buffers that it allocates itself (`Plan.engine_bytes`), so it reads and writes ordinary device memory
-and never changes what combine reads. What its semantics leave open of the contract is done here, in operations of torch
-that a graph records: counts of all ranks, zones and overflow (nccl_ep_counts.py), ranks without tokens.
+and never changes what combine reads. What its semantics leave open of the contract is done here, by what a graph
+records: counts of all ranks, zones and overflow (nccl_ep_counts.py), ranks without tokens.
 
 Differences that remain are in epbuf/engines/README.md.
 
@@ -31,11 +31,12 @@ from epbuf.windows.group import Group
 class NcclEpEngine(KeepsWords, NativeEngine):
     """The calls that move rows are the library's; local ones (decoding, weight gradients) are those of `NativeEngine`.
 
-    An eager route reads the host once: what a rank refuses is then known to all before a row moves. In a capture
-    nothing is read, and what a replay finds is raised by the next call or check(), as on our own engine.
+    An eager route waits for the device once: what a rank refuses is then known to all before a row moves. In a capture
+    nothing waits, and what a replay finds is raised by the next call or check(), as on our own engine.
     """
 
     encodes = False
+    refuses_later = True
 
     def __init__(self, plan: Plan, group: Group, window: Window, device: torch.device) -> None:
         """Open the library's group and handles and run every kernel once. Collective; synchronises.
@@ -60,8 +61,9 @@ class NcclEpEngine(KeepsWords, NativeEngine):
             self._warm_up(group)
 
     def _new_counts(self, plan: Plan, regions: RegionTensors) -> RouteCounts:
-        if isinstance(self.native, _C.HostEngine) or self._streams is None:
+        if isinstance(self.native, _C.HostEngine):
             return RouteCounts(plan, self._rank, regions, self._words)
+        assert self._streams is not None, "only on CPU there are no streams"
         return DeviceCounts(plan, self._rank, regions, self._words, self.native, self._streams)
 
     def _take(self, regions: RegionTensors) -> None:
@@ -78,7 +80,7 @@ class NcclEpEngine(KeepsWords, NativeEngine):
         with self._behind(place, "forward"):
             refusal = place.refusal
             if not self.capture_key():  # a graph would tell the peers again at every replay
-                refusal, self._pending_refusal = refusal or self._pending_refusal, 0
+                refusal, self._pending_refusal = self._pending_refusal or refusal, 0
             rows = self._count_rows[place.frame]
             self._counts.count(place.frame, rows[self._rank], topk_idx, live_tokens, refusal)
             self._lib.all_gather(rows, self._rank)
@@ -115,7 +117,7 @@ class NcclEpEngine(KeepsWords, NativeEngine):
             source = staging if rows.tensor is None else rows.tensor
             if weights is not None and rows.tensor is not None:
                 source = self._weighted(staging[: rows.tensor.shape[0]], rows.tensor, weights, place.frame)
-            self._pull(place, source.contiguous(), out)
+            self._pull(place, source.contiguous(), None if place.refusal else out)
             return self._complete(place)
 
     def combine_backward(self, place: Place, grad: torch.Tensor, expects_open: bool) -> _C.Outcome:
@@ -207,12 +209,12 @@ class NcclEpEngine(KeepsWords, NativeEngine):
         return staging
 
     def _pull(
-        self, place: Place, rows: torch.Tensor, out: torch.Tensor, weights: torch.Tensor | None = None,
+        self, place: Place, rows: torch.Tensor, out: torch.Tensor | None, weights: torch.Tensor | None = None,
         out_weights: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Bring rows back into `out`; the library writes zeros for a token without an expert."""
+        """Bring rows back into `out`, or into nothing; the library writes zeros for a token without an expert."""
         handle = self._handles[place.frame]
-        if not out.shape[0]:
+        if out is None or not out.shape[0]:
             sink = rows.new_empty((handle.num_rows, rows.shape[1]))
             unused = torch.empty((handle.num_rows, self._config.num_topk), device=self._device)
             handle.combine(rows, sink, weights, None if weights is None else unused)

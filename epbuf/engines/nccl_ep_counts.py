@@ -1,7 +1,7 @@
 """Counts, zones and overflow of the contract, from what ranks gather of each other: what NCCL EP does not tell.
 
-`RouteCounts` computes in operations of torch, on CPU; `DeviceCounts` asks a kernel of ours for the same. `judge` alone
-is for the host.
+`RouteCounts` computes in operations of torch, on CPU; `DeviceCounts` asks two kernels of ours for the same. `judge`
+alone is for the host.
 """
 
 from __future__ import annotations
@@ -185,13 +185,17 @@ class DeviceCounts(RouteCounts):
             call.topk_idx_row_stride, call.num_tokens = topk_idx.stride()[0], topk_idx.shape[0]
         if live_tokens is not None and not refusal:
             call.live_tokens, call.live_tokens_bytes = live_tokens.data_ptr(), live_tokens.element_size()
-        self._native.count_ids(call, self._ids[frame].data_ptr(), row.data_ptr())
+        self._issued(self._native.count_ids(call, self._ids[frame].data_ptr(), row.data_ptr()))
 
     def summarise(self, frame: int, rows: torch.Tensor, num_tokens: int) -> None:
         call = _C.SummariseCall()
         call.frame, call.num_tokens, call.stream = frame, num_tokens, self._streams.current()
-        call.rows, call.sent_ids, call.mirror = rows.data_ptr(), self._ids[frame].data_ptr(), self._words.mirror_address
-        self._native.summarise(call)
+        call.count_rows, call.sent_ids = rows.data_ptr(), self._ids[frame].data_ptr()
+        call.mirror = self._words.mirror_address
+        self._issued(self._native.summarise(call))
+
+    def _issued(self, outcome: _C.Outcome) -> None:
+        assert outcome.status == int(_C.Status.OK), "nobody poisons an engine that talks to no peer"
 
 
 def new_outcome() -> _C.Outcome:

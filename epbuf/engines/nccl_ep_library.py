@@ -169,9 +169,19 @@ def _max_num_sms(group: Group, device: torch.device) -> int:
 
 
 def share_of_sms(gpus: Sequence[str], rank: int, num_sms: int) -> int:
-    """Return a rank's even share of its GPU's multiprocessors; 0 if no other rank is on that GPU."""
+    """Return a rank's even share of its GPU's multiprocessors; 0 if no other rank is on that GPU.
+
+    Raises:
+        ConfigError: it would be less than two.
+    """
     num_sharing = gpus.count(gpus[rank])
-    return 0 if num_sharing == 1 else max(1, num_sms // num_sharing // 2 * 2)
+    share = num_sms // num_sharing // 2 * 2
+    if not share:
+        raise ConfigError(
+            f'engine="nccl_ep" found {num_sharing} ranks on one GPU of {num_sms} multiprocessors, where each needs two '
+            "at the same time as all others; use fewer ranks a GPU, or EpConfig(max_num_sms=)"
+        )
+    return share if num_sharing > 1 else 0
 
 
 def _num_domains(communicator: Any) -> int:

@@ -135,7 +135,7 @@ def table(records: Sequence[Record]) -> str:
     names = list(BASELINES.values())
     head = ["shape", "op", "epbuf us", "10 % to 90 %", "limit us", "% of limit", "% of peer copy", "GB/s", *names]
     rows = [row for record in _ours(records) for row in _rows(record, records)]
-    filled = [column for column in range(len(head)) if any(row[column] for row in rows)]
+    filled = [column for column in range(len(head)) if column < 2 or any(row[column] for row in rows)]
     head, *rows = ([row[column] for column in filled] for row in (head, *rows))
     return "\n".join([_line(head), "|" + "---|" * len(head), *map(_line, rows)])
 

@@ -51,7 +51,8 @@ class Rank:
         for name in ("count_cells", "nccl_ep_topk_idx", "offs", "counts"):
             self.regions.one(name).fill_(77)
         live = case.live_tokens(self.rank)
-        ids = case.topk_idx[self.rank].to(self.device)
+        given = case.topk_idx[self.rank]
+        ids = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=self.device).copy_(given)
         self.counts.count(0, self.rows[self.rank], ids, None if live is None else live.to(self.device), refusal)
         return self.rows[self.rank].cpu()
 
@@ -118,10 +119,26 @@ def test_refusals_name_the_lowest_rank() -> None:
 
 @pytest.mark.parametrize("num_tokens", [300, 4096])
 def test_many_tokens_are_counted_by_several_blocks(num_tokens: int) -> None:
-    config = base_config(2, num_experts=256, num_topk=8, max_tokens_per_rank=num_tokens, expert_alignment=16)
+    sizes = {"num_experts": 256, "num_topk": 8, "max_tokens_per_rank": num_tokens, "expert_alignment": 16}
     generator = torch.Generator().manual_seed(num_tokens)
     ids = [torch.rand(num_tokens, 256, generator=generator).topk(8).indices for _ in range(2)]
     ids[1][num_tokens - 1, 3], ids[1][7, 2], ids[0][5] = 256, 999, -1
-    play(Case(f"T{num_tokens}", config, ids, [None, num_tokens - 1]), {})
+    for capacity in (None, num_tokens * 4):
+        config = base_config(2, recv_capacity_per_rank=capacity, **sizes)
+        play(Case(f"T{num_tokens}, C {capacity}", config, ids, [None, num_tokens - 1]), {})
     ids[0][num_tokens - 2, 7] = ids[0][num_tokens - 2, 0]
-    play(Case(f"T{num_tokens}, repeated", config, ids, [None, None]), {})
+    play(Case(f"T{num_tokens}, repeated", base_config(2, **sizes), ids, [None, None]), {})
+
+
+@pytest.mark.parametrize("stride", [0, 3])
+@pytest.mark.parametrize(("num_experts", "num_topk"), [(1024, 64), (1024, 1), (4, 2), (12, 5)])
+def test_sizes_and_strides(num_experts: int, num_topk: int, stride: int) -> None:
+    """More experts than threads, K = 64, one local expert a rank, three; rows of ids that are further apart than K."""
+    config = base_config(4, num_experts=num_experts, num_topk=num_topk, max_tokens_per_rank=70, expert_alignment=2)
+    generator = torch.Generator().manual_seed(num_experts + num_topk)
+    ids = []
+    for _ in range(4):
+        wide = torch.full((70, num_topk + stride), -5)
+        wide[:, :num_topk] = torch.rand(70, num_experts, generator=generator).topk(num_topk).indices
+        ids.append(wide[:, :num_topk])
+    play(Case(f"E{num_experts}, K{num_topk}, stride {stride}", config, ids, [None, 3, 70, 0]), {})
