@@ -65,14 +65,29 @@ class TorchGroup:
             return False
         return self.process_group._get_backend(cuda).name() != "gloo"
 
+    def _gloo(self) -> Any:
+        """Return the group's backend for the host if that is gloo.
+
+        Its barrier leaves no tensor of Python's with a thread of gloo's. A process that ends right after an exchange of
+        objects would abort when such a thread lets go of one, while the interpreter is going.
+        """
+        host = torch.device("cpu")
+        if host not in self.process_group._device_types:
+            return None
+        backend = self.process_group._get_backend(host)
+        return backend if backend.name() == "gloo" else None
+
     def all_gather(self, item: Any) -> list[Any]:
         items: list[Any] = [None] * self.size
         dist.all_gather_object(items, item, group=self.process_group)
         return items
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        # An object exchange, not dist.barrier: that one guesses a device for NCCL groups.
-        self.all_gather(None)
+        gloo = self._gloo()
+        if gloo is None:
+            self.all_gather(None)  # not dist.barrier: that one guesses a device for NCCL groups
+        else:
+            gloo.barrier().wait()
 
 
 @dataclass
