@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,24 @@ def test_two_arenas_over_one_group(pool: Pool) -> None:
     """Arenas of one group work side by side."""
     for ys in zip(*pool.run(2, _two_at_once), strict=True):
         assert_right(list(ys))
+
+
+def _meet_late(rank: int, group: Any) -> tuple[int, float]:
+    """Come to a barrier late on rank 0, with collectives of tensors forbidden; return how many were tried, and when."""
+    wrapped, tried = TorchGroup(group), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_object", lambda *args, **kwargs: tried.append(args))
+        if rank == 0:
+            time.sleep(0.2)
+        before = time.monotonic()
+        wrapped.barrier()
+    return len(tried), time.monotonic() if rank else before
+
+
+def test_barrier_over_gloo_waits_and_exchanges_no_tensor(pool: Pool) -> None:
+    """A thread of gloo's must hold no tensor of Python's behind a barrier: a process may end right after it."""
+    (tried, came), (also_tried, left) = pool.run(2, _meet_late)
+    assert tried == also_tried == 0 and left >= came
 
 
 def test_ranks_with_other_histories_meet_in_an_aligned_store() -> None:
