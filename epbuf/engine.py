@@ -204,14 +204,9 @@ class NativeEngine(OnStreams):
         self.native = _C.HostEngine(*arguments) if self.synchronous else _C.CudaEngine(*arguments, device.index or 0)
 
     def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
-        ids = (0, 0, 0, 0)
-        if not place.refusal:
-            ids = (topk_idx.data_ptr(), topk_idx.stride()[0], topk_idx.element_size(), topk_idx.shape[0])
-        call = _C.RouteCall(*self._begin(place, "forward"), *ids)
+        call = route_call(self._begin(place, "forward"), topk_idx, live_tokens)
         if place.repeats:
             call.repeats = 1
-        if live_tokens is not None and not place.refusal:
-            call.live_tokens, call.live_tokens_bytes = live_tokens.data_ptr(), live_tokens.element_size()
         return self.native.route(call)
 
     def dispatch(
@@ -531,6 +526,20 @@ def _sets(plan: Plan) -> tuple[Any, list[Any], list[Any], list[Any]]:
         [_offsets(_C.ForwardOffsets, plan.regions_of("forward", w)) for w in range(schedule.num_workspaces)],
         [_offsets(_C.BackwardOffsets, plan.regions_of("backward", v)) for v in range(num_backward)],
     )
+
+
+def route_call(
+    begin: tuple[int, int, int, int, int], topk_idx: torch.Tensor, live_tokens: torch.Tensor | None
+) -> _C.RouteCall:  # fmt: skip
+    """Describe a route; with a refusal in `begin`, one without ids."""
+    _, _, refusal, _, _ = begin
+    if refusal:
+        return _C.RouteCall(*begin, 0, 0, 0, 0)
+    ids = topk_idx.data_ptr(), topk_idx.stride()[0], topk_idx.element_size(), topk_idx.shape[0]
+    call = _C.RouteCall(*begin, *ids)
+    if live_tokens is not None:
+        call.live_tokens, call.live_tokens_bytes = live_tokens.data_ptr(), live_tokens.element_size()
+    return call
 
 
 def _token_rows(place: Place, rows: torch.Tensor) -> tuple[int, int, int]:

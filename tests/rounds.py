@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ranks import raised
 from routings import Case
 from torch import Tensor
 
 import epbuf
 from epbuf import reference
+from epbuf.errors import LeaseError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAN = float("nan")
@@ -105,6 +107,31 @@ def play_round(arena: epbuf.Arena, inputs: Inputs, weighted: bool) -> dict[str, 
         )
         dx, dw = torch.autograd.grad([recv.tokens, recv.topk_weights], [x, topk_weights], grad_recv)
         return got | {"dx": dx.clone(), "dw": dw.clone()}
+
+
+def reuse_early(arena: epbuf.Arena, x: Tensor, topk_idx: Tensor, dy: Tensor, warmup: int) -> str:
+    """Capture forward and backward apart and replay the backward twice; return what the second time raises."""
+    kept: list[Tensor] = []
+    lease = arena.acquire()
+
+    def forward(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        kept[:] = [x, epbuf.combine(lease, epbuf.dispatch(lease, x, topk_idx).tokens)]
+        return kept[1].detach()
+
+    def backward(dy: Tensor) -> Tensor:
+        return torch.autograd.grad(kept[1], kept[0], dy, retain_graph=True)[0]
+
+    first = epbuf.CapturedStep.capture(arena, forward, (x,), warmup=warmup)
+    second = epbuf.CapturedStep.capture(arena, backward, (dy,), warmup=0)
+    first(x), second(dy)
+    second.check()
+    second(dy)
+    message = raised(LeaseError, second.check)
+    kept.clear()
+    lease.release()
+    first.close(), second.close()
+    return message
 
 
 def poison_frame(lease: epbuf.Lease) -> None:

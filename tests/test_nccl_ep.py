@@ -15,7 +15,7 @@ import pytest
 import torch
 from played_nccl_ep import played
 from ranks import Pool, raised
-from rounds import NAN, assert_round, assert_same, draw_inputs, expected, play_round
+from rounds import NAN, assert_round, assert_same, draw_inputs, expected, play_round, reuse_early
 from routings import CAPACITY_OFFSETS, NAMED, Case, named_case
 from torch import Tensor
 
@@ -575,32 +575,8 @@ def test_wire_dtype_of_raw_bytes() -> None:
 def _early(rank: int, group: Any) -> str:
     config = config_of()
     x, ids = torch.ones(6, config.hidden), torch.tensor([[0, 5]] * 6)
-    kept: list[Any] = []
     with played(), _open(group, config) as arena:
-        outside = arena.acquire()
-
-        def forward(x: Tensor) -> Tensor:
-            x = x.clone().requires_grad_()
-            y = epbuf.combine(outside, epbuf.dispatch(outside, x, ids).tokens)
-            kept[:] = [x, y]
-            return y.detach()
-
-        def backward(x: Tensor) -> Tensor:
-            (dx,) = torch.autograd.grad(kept[1], kept[0], torch.ones_like(x), retain_graph=True)
-            return dx
-
-        first = epbuf.CapturedStep.capture(arena, forward, (x,), warmup=0)
-        second = epbuf.CapturedStep.capture(arena, backward, (x,), warmup=0)
-        first(x)
-        second(x)
-        second.check()
-        second(x)
-        message = raised(LeaseError, second.check)
-        kept.clear()
-        outside.release()
-        for step in (first, second):
-            step.close()
-        return message
+        return reuse_early(arena, x, ids, torch.ones_like(x), warmup=0)
 
 
 def test_early_reuse_in_a_replay_raises(pool: Pool) -> None:

@@ -78,13 +78,13 @@ class NcclEpEngine(KeepsWords, NativeEngine):
 
     def route(self, place: Place, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None) -> _C.Outcome:
         with self._behind(place, "forward"):
-            refusal = place.refusal
-            if not self.capture_key():  # a graph would tell the peers again at every replay
+            refusal, is_captured = place.refusal, bool(self.capture_key())
+            if not is_captured:  # a graph would tell the peers again at every replay
                 refusal, self._pending_refusal = self._pending_refusal or refusal, 0
             rows = self._count_rows[place.frame]
             self._counts.count(place.frame, rows[self._rank], topk_idx, live_tokens, refusal)
             self._lib.all_gather(rows, self._rank)
-            outcome = new_outcome() if self.capture_key() else self._counts.judge(rows.cpu())
+            outcome = new_outcome() if is_captured else self._counts.judge(rows.cpu())
             if outcome.status != int(_C.Status.OK):
                 self._counts.count_refusal(rows)
                 return outcome
@@ -137,13 +137,7 @@ class NcclEpEngine(KeepsWords, NativeEngine):
         with self._behind(place, "backward"):
             regions = self._grad_rows[place.workspace], self._grad_weights[place.workspace]
             rows, weights = (_source(given, region) for given, region in zip(grads, regions, strict=True))
-            dx = rows.new_empty((num_tokens, rows.shape[1])) if out is None else out
-            dw = (
-                torch.empty((num_tokens, self._config.num_topk), device=self._device)
-                if out_weights is None
-                else out_weights
-            )
-            self._pull(place, rows, dx, weights, dw)
+            self._pull(place, rows, out, weights, out_weights)
             if out_weights is not None:
                 out_weights.masked_fill_(self._counts.sent_ids(place.frame, num_tokens) < 0, 0)
             if clears_open:
@@ -212,16 +206,19 @@ class NcclEpEngine(KeepsWords, NativeEngine):
         self, place: Place, rows: torch.Tensor, out: torch.Tensor | None, weights: torch.Tensor | None = None,
         out_weights: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Bring rows back into `out`, or into nothing; the library writes zeros for a token without an expert."""
+        """Bring rows back into `out`, and `weights` into `out_weights`, or into nothing.
+
+        The library writes both for each token that it was given, zeros for one without an expert; a rank without
+        tokens has given it one.
+        """
         handle = self._handles[place.frame]
-        if out is None or not out.shape[0]:
-            sink = rows.new_empty((handle.num_rows, rows.shape[1]))
-            unused = torch.empty((handle.num_rows, self._config.num_topk), device=self._device)
-            handle.combine(rows, sink, weights, None if weights is None else unused)
-            return
-        dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        if out is not None and not out.shape[0]:
+            out = None
+        dense = out if out is not None and out.is_contiguous() else rows.new_empty((handle.num_rows, rows.shape[1]))
+        if weights is not None and (out_weights is None or not out_weights.shape[0]):
+            out_weights = torch.empty((handle.num_rows, self._config.num_topk), device=self._device)
         handle.combine(rows, dense, weights, out_weights)
-        if dense is not out:
+        if out is not None and dense is not out:
             out.copy_(dense)
 
     def _warm_up(self, group: Group) -> None:

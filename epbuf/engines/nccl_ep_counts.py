@@ -10,7 +10,7 @@ import torch
 
 from epbuf import _C
 from epbuf.control import ControlWords
-from epbuf.engine import StreamOrder
+from epbuf.engine import StreamOrder, route_call
 from epbuf.engines.regions import RegionTensors
 from epbuf.plan import COUNT_HEADER_CELLS, Plan
 
@@ -165,7 +165,7 @@ class RouteCounts:
 
 
 class DeviceCounts(RouteCounts):
-    """The same by a kernel of ours before the exchange, and one behind it."""
+    """The same by one kernel of ours before the exchange, and one behind it."""
 
     def __init__(
         self, plan: Plan, rank: int, regions: RegionTensors, words: ControlWords, native: _C.CudaEngine,
@@ -178,13 +178,7 @@ class DeviceCounts(RouteCounts):
     def count(
         self, frame: int, row: torch.Tensor, topk_idx: torch.Tensor, live_tokens: torch.Tensor | None, refusal: int
     ) -> None:  # fmt: skip
-        call = _C.RouteCall()
-        call.frame, call.workspace, call.refusal, call.stream = frame, -1, refusal, self._streams.current()
-        if not refusal:
-            call.topk_idx, call.topk_idx_bytes = topk_idx.data_ptr(), topk_idx.element_size()
-            call.topk_idx_row_stride, call.num_tokens = topk_idx.stride()[0], topk_idx.shape[0]
-        if live_tokens is not None and not refusal:
-            call.live_tokens, call.live_tokens_bytes = live_tokens.data_ptr(), live_tokens.element_size()
+        call = route_call((frame, -1, refusal, 0, self._streams.current()), topk_idx, live_tokens)
         self._issued(self._native.count_ids(call, self._ids[frame].data_ptr(), row.data_ptr()))
 
     def summarise(self, frame: int, rows: torch.Tensor, num_tokens: int) -> None:

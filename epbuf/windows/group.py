@@ -60,22 +60,13 @@ class TorchGroup:
 
     def has_cuda(self) -> bool:
         """Tell whether the group has a CUDA backend of its own; gloo, which copies through the host, is none."""
-        cuda = torch.device("cuda")
-        if not torch.cuda.is_available() or cuda not in self.process_group._device_types:
-            return False
-        return self.process_group._get_backend(cuda).name() != "gloo"
+        backend = self._backend("cuda") if torch.cuda.is_available() else None
+        return backend is not None and backend.name() != "gloo"
 
-    def _gloo(self) -> Any:
-        """Return the group's backend for the host if that is gloo.
-
-        Its barrier leaves no tensor of Python's with a thread of gloo's. A process that ends right after an exchange of
-        objects would abort when such a thread lets go of one, while the interpreter is going.
-        """
-        host = torch.device("cpu")
-        if host not in self.process_group._device_types:
-            return None
-        backend = self.process_group._get_backend(host)
-        return backend if backend.name() == "gloo" else None
+    def _backend(self, kind: str) -> Any:
+        """Return what the group uses for a kind of device; None: it takes none of that kind."""
+        device = torch.device(kind)
+        return self.process_group._get_backend(device) if device in self.process_group._device_types else None
 
     def all_gather(self, item: Any) -> list[Any]:
         items: list[Any] = [None] * self.size
@@ -83,11 +74,13 @@ class TorchGroup:
         return items
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        gloo = self._gloo()
-        if gloo is None:
-            self.all_gather(None)  # not dist.barrier: that one guesses a device for NCCL groups
+        backend = self._backend("cpu")
+        if backend is not None and backend.name() == "gloo":
+            # An exchange of objects leaves tensors of Python's with a thread of gloo's. If the process ends right after
+            # it, such a thread lets go of one while the interpreter is going, and aborts.
+            backend.barrier().wait()
         else:
-            gloo.barrier().wait()
+            self.all_gather(None)  # not dist.barrier: that one guesses a device for NCCL groups
 
 
 @dataclass

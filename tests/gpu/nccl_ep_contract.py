@@ -26,9 +26,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from graphed import GraphedRound  # noqa: E402
 from ranks import raised  # noqa: E402
-from rounds import Inputs, assert_round, draw_inputs, expected, play_round  # noqa: E402
+from rounds import assert_round, draw_inputs, expected, play_round, reuse_early  # noqa: E402
 from routings import NAMED, Case, named_case, padded_case  # noqa: E402
-from torch import Tensor  # noqa: E402
 
 import epbuf  # noqa: E402
 from epbuf.errors import LeaseError  # noqa: E402
@@ -60,7 +59,9 @@ def main() -> None:
                 num_rounds += play_replayed(arena, cases, rank)
                 if number == 0:
                     with or_ends("early reuse"):
-                        reuse_early(arena, draw_inputs(cases[0], rank, True, "cuda"))
+                        inputs = draw_inputs(cases[0], rank, True, "cuda")
+                        message = reuse_early(arena, inputs.x, inputs.topk_idx, inputs.dy, warmup=1)
+                        assert "already been followed by its backward" in message
         dist.barrier()
         if rank == 0:
             print(f"alignment, dtype, hidden {sheet}: the contract held so far in {num_rounds} rounds", flush=True)
@@ -118,30 +119,6 @@ def play_replayed(arena: epbuf.Arena, cases: list[Case], rank: int) -> int:
             assert "graph" in raised(LeaseError, arena.close)
         del graph, got
     return 4 * len(cases)
-
-
-def reuse_early(arena: epbuf.Arena, inputs: Inputs) -> None:
-    """Capture forward and backward apart and replay the backward twice."""
-    kept: list[Tensor] = []
-    lease = arena.acquire()
-
-    def forward(x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        kept[:] = [x, epbuf.combine(lease, epbuf.dispatch(lease, x, inputs.topk_idx).tokens)]
-        return kept[1].detach()
-
-    def backward(dy: Tensor) -> Tensor:
-        return torch.autograd.grad(kept[1], kept[0], dy, retain_graph=True)[0]
-
-    first = epbuf.CapturedStep.capture(arena, forward, (inputs.x,), warmup=1)
-    second = epbuf.CapturedStep.capture(arena, backward, (inputs.dy,), warmup=0)
-    first(inputs.x), second(inputs.dy)
-    second.check()
-    second(inputs.dy)
-    assert "already been followed by its backward" in raised(LeaseError, second.check)
-    kept.clear()
-    lease.release()
-    first.close(), second.close()
 
 
 def opened(config: epbuf.EpConfig) -> epbuf.Arena:
