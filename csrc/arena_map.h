@@ -44,6 +44,9 @@ class ArenaMap {
   // Whether peers read slot_map: every row of it says where a token goes, or that there is none.
   bool shares_slots() const { return geometry_.dedups != 0 || geometry_.adds_by_rank != 0; }
 
+  // Whether rows of some layer come back from a stash, which waits for ACK: every combine publishes it then.
+  bool restores_rows() const { return geometry_.stash.num_pages != 0; }
+
   // All throw NativeError.
   void check_num_tokens(std::int32_t num_tokens) const;
   void check_rows(const DispatchCall& call, const RowFormat& format) const;

@@ -149,14 +149,32 @@ def recomputing_step(step: int, num_layers: int = 2, **options: bool) -> Steps:
 
 def stashing_step(step: int, num_layers: int = 2, **options: bool) -> Steps:
     """Run the same with rows that are copied into pages after each combine."""
-    uses = layers(num_layers, step, recv_in_workspace=True, **options)
+    uses = layers(num_layers, step, recv_in_workspace=True, says_ack=True, **options)
     return [s for u in uses for s in forward(u) + stash(u)] + [s for u in reversed(uses) for s in stashing_backward(u)]
+
+
+def differing_step(step: int, *, kept_says_ack: bool = True) -> Steps:
+    """Run a layer that stashes, then one that keeps its rows, on the workspace that they share."""
+    stashed, kept = layers(2, step)
+    stashed = replace(stashed, recv_in_workspace=True, says_ack=True)
+    kept = replace(kept, says_ack=kept_says_ack)
+    return [*forward(stashed), *stash(stashed), *forward(kept), *backward(kept), *stashing_backward(stashed)]
 
 
 def interrupted(steps: Steps, other: Use) -> Steps:
     """Let another layer dispatch between what brings rows back and the experts that read them."""
     at = next(i for i, s in enumerate(steps) if "weight gradient" in str(s))
     return [*steps[:at], *route(other), *dispatch(other), *steps[at:]]
+
+
+def restored_beside_a_pull() -> tuple[Steps, Steps]:
+    """Bring stashed rows back on stream 1, and run the experts again, after another layer's combine on stream 0."""
+    forwards = [*forward(A_STASHED), *stash(A_STASHED), Record("stashed"), *forward(B_STASHED), Record("pulled")]
+    steps = stashing_backward(A_STASHED)
+    at = next(i for i, s in enumerate(steps) if isinstance(s, Await) and s.cell == A_STASHED.cell("ack"))
+    again = steps.index(next(s for s in steps if "weight gradient" in str(s)))
+    backwards = [*steps[:at], AwaitEvent("pulled"), *steps[at:again], *experts(A_STASHED), *steps[again:]]
+    return forwards, [AwaitEvent("stashed"), *backwards]
 
 
 def training_step(step: int, num_layers: int = 2, **options: bool) -> Steps:
@@ -170,12 +188,15 @@ A2, B2, _ = layers(3, step=1)
 ALIASED = {"recv_in_workspace": True, "alias": True}
 A_ALIASED = layers(1, **ALIASED)[0]
 A_IN_WORKSPACE, B_IN_WORKSPACE = layers(2, recv_in_workspace=True)
+A_STASHED, B_STASHED = layers(2, recv_in_workspace=True, says_ack=True)
 OTHER_WORKSPACE = replace(A_ALIASED, workspace=1)
 ON_STREAM_1 = Use(frame=1, workspace=1, tag="other stream")
 A_BY_WIRE, B_BY_WIRE, C_BY_WIRE = layers(3, by_wire=True)
 A2_BY_WIRE = replace(A_BY_WIRE, tag="layer 0 of step 1")
 BY_WIRE_ON_STREAM_1 = replace(ON_STREAM_1, by_wire=True)
 SHARED_BY_STREAMS = Use(frame=1, workspace=0, tag="other stream")
+SHARED_ALIASED = replace(SHARED_BY_STREAMS, **ALIASED)
+USED_AFTER_A_REFUSAL = Move("experts of a refused round", writes=(B.expert_out,), by_user=True)
 
 SOUND: dict[str, Case] = {
     "layers-share-a-workspace": Case("forward of two layers", every_rank(3, forward(A) + forward(B))),
@@ -304,7 +325,7 @@ SOUND: dict[str, Case] = {
         {
             (0, 0): [
                 Announce("refused_route", 0, None),
-                *refused_route(A, holds_workspace=False),
+                *refused_route(A),
                 *announced_forward(A),
             ],
             (1, 0): announced(A, refused_route) + announced_forward(A),
@@ -331,10 +352,19 @@ SOUND: dict[str, Case] = {
         "each combine copies the received rows into pages, and each backward copies them back into the workspace",
         every_rank(3, stashing_step(0) + stashing_step(1)),
     ),
+    "layers-that-differ": Case(
+        "one layer stashes and the next keeps its rows: every combine on the workspace says ACK",
+        every_rank(3, differing_step(0) + differing_step(1)),
+    ),
     "refused-route": Case("a refused route, then the same again", every_rank(3, refused_route(A) + forward(A))),
     "refused-route-without-workspace": Case(
-        "the rank that refuses holds no workspace and does not wait for its readers",
-        {(rank, 0): forward(A) + refused_route(B, holds_workspace=rank != 0) + forward(B2) for rank in range(3)},
+        "the rank that refuses holds no workspace, and its COUNT comes behind its pulls from all; users' kernels go on",
+        {
+            (0, 0): [*forward(A), Record("pulled")],
+            (0, 1): [AwaitEvent("pulled"), *refused_route(B), *forward(B2)],
+            (1, 0): [*forward(A), Record("pulled")],
+            (1, 1): [AwaitEvent("pulled"), *refused_route(B), USED_AFTER_A_REFUSAL, *forward(B2)],
+        },
     ),
     "refused-combine": Case(
         "a refused combine, then the same again",
@@ -370,14 +400,22 @@ SOUND: dict[str, Case] = {
             [AwaitEvent("forward"), *backward(A), Record("backward")],
         ),
     ),
+    "workspace-on-another-stream": Case(
+        "a workspace is taken on another stream, behind the pull from it: so is COUNT, which speaks for the pull",
+        every_rank(3, [*forward(A_ALIASED), Record("pulled")], [AwaitEvent("pulled"), *forward(SHARED_ALIASED)]),
+    ),
+    "restore-on-another-stream": Case(
+        "rows come back on a stream that is behind this rank's last pull from the workspace, not behind the peers'",
+        every_rank(2, *restored_beside_a_pull()),
+    ),
     "time-out": Case(
         "any wait may give up, while the ops stage the experts' rows",
         every_rank(2, training_step(0, in_window=False)),
         may_time_out=True,
     ),
-    "implied-ack-before-count": Case(
-        "route without its wait for ACK: COUNT tells as much",
-        every_rank(3, without_wait("ack", training_step(0) + training_step(1))),
+    "implied-ack-before-restore": Case(
+        "on one stream rows come back without a wait for ACK: GO tells as much",
+        every_rank(3, without_wait("ack", stashing_step(0) + stashing_step(1))),
     ),
     "implied-ack-before-go": Case(
         "combine backward without its wait for ACK: GO tells as much",
@@ -462,6 +500,39 @@ BROKEN: dict[str, Case] = {
         "corrupt",
         "pull gradients touches grad_recv[0] of rank 0 under 'stage gradients' of rank 0",
     ),
+    "no-wait-for-ack-before-restore": Case(
+        "the experts run again into rows that a peer still pulls: GO came on a stream that is not behind that pull",
+        every_rank(2, *(without_wait("ack", steps) for steps in restored_beside_a_pull())),
+        "corrupt",
+        "experts touches expert_out[0]",
+    ),
+    "ack-of-stashing-layers-only": Case(
+        "the layer between says no ACK, and rows that shall come back wait for it",
+        every_rank(2, differing_step(0, kept_says_ack=False)),
+        "dead-lock",
+        "await ack[0]",
+    ),
+    "count-before-pull": Case(
+        "COUNT goes out before the pull from the workspace is over, and a peer pushes into what is pulled",
+        every_rank(
+            2,
+            [*forward(A_ALIASED), Record("pulled")],
+            moved("await event pulled", "publish count", [AwaitEvent("pulled"), *forward(SHARED_ALIASED)]),
+        ),
+        "corrupt",
+        "push rows touches forward[0] of rank 0 under 'pull rows' of rank 1",
+    ),
+    "refused-count-before-pull": Case(
+        "a rank refuses on a stream that is not behind its last pull, and a peer's kernels go on into the rows of that",
+        {
+            (0, 0): forward(A),
+            (0, 1): refused_route(B),
+            (1, 0): [*forward(A), Record("pulled")],
+            (1, 1): [AwaitEvent("pulled"), *refused_route(B), USED_AFTER_A_REFUSAL],
+        },
+        "corrupt",
+        "experts of a refused round touches expert_out[0] of rank 1 under 'pull rows' of rank 0",
+    ),
     "wait-skipped-without-rows": Case(
         "a rank with no rows to look for runs ahead; its next COUNT replaces one that a peer still awaits",
         {
@@ -503,8 +574,7 @@ BROKEN: dict[str, Case] = {
         "READY carries the round of the frame, and two frames in one workspace are in the same round",
         every_rank(
             2,
-            with_epoch(["ready"], A.round, without_wait("ack", forward(A)))
-            + with_epoch(["ready"], B.round, without_wait("ack", forward(B))),
+            with_epoch(["ready"], A.round, forward(A)) + with_epoch(["ready"], B.round, forward(B)),
         ),
         "corrupt",
         "wants 'layer 1 of step 0 out', finds 'layer 0 of step 0 out'",
@@ -519,18 +589,14 @@ BROKEN: dict[str, Case] = {
         "the same with rows that were copied back",
         every_rank(
             2,
-            forward(A_IN_WORKSPACE)
-            + stash(A_IN_WORKSPACE)
-            + interrupted(stashing_backward(A_IN_WORKSPACE), B_IN_WORKSPACE),
+            forward(A_STASHED) + stash(A_STASHED) + interrupted(stashing_backward(A_STASHED), B_STASHED),
         ),
         "corrupt",
         "experts backward with its weight gradient",
     ),
     "stash-after-next-count": Case(
         "rows are copied into pages after the next dispatch has said that they may be overwritten",
-        every_rank(
-            2, forward(A_IN_WORKSPACE) + route(B_IN_WORKSPACE) + stash(A_IN_WORKSPACE) + dispatch(B_IN_WORKSPACE)
-        ),
+        every_rank(2, forward(A_STASHED) + route(B_STASHED) + stash(A_STASHED) + dispatch(B_STASHED)),
         "corrupt",
         "stash rows",
     ),
@@ -612,7 +678,7 @@ BROKEN: dict[str, Case] = {
     ),
     "epochs-baked-into-a-graph": Case(
         "the second replay publishes the epochs of the first",
-        every_rank(2, with_epoch(["count", "arrived", "ready"], 1, without_wait("ack", forward(A) + forward(A2)))),
+        every_rank(2, with_epoch(["count", "arrived", "ready"], 1, forward(A) + forward(A2))),
         "corrupt",
         "wants 'layer 0 of step 1', finds 'layer 0 of step 0'",
     ),

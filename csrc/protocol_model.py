@@ -168,6 +168,7 @@ class Use:
     `recv_in_workspace`: the plan has save_recv=False. `alias`: the data regions of a workspace share their bytes.
     `in_window`: the experts write into the window themselves; otherwise the op stages their rows.
     `by_wire`: a token crosses once for each rank, as a row that is copied there, or as a sum that was made there.
+    `says_ack`: some layer of the plan stashes, this one or another, so combine says when its pull is over.
     """
 
     frame: int = 0
@@ -177,6 +178,7 @@ class Use:
     alias: bool = False
     in_window: bool = True
     by_wire: bool = False
+    says_ack: bool = False
 
     @property
     def round(self) -> str:
@@ -258,7 +260,6 @@ def barrier(cell: str, epoch: str, *, after_refusal: bool = False) -> Steps:
 
 def route(u: Use) -> Steps:
     return [
-        Await(u.cell("ack"), u.forward_use),
         Advance(u.round),
         *barrier(u.cell("count"), u.round),
         Compare(),
@@ -266,10 +267,8 @@ def route(u: Use) -> Steps:
     ]
 
 
-def refused_route(u: Use, *, holds_workspace: bool = True) -> Steps:
-    steps: Steps = [Await(u.cell("ack"), u.forward_use)] if holds_workspace else []
+def refused_route(u: Use) -> Steps:
     return [
-        *steps,
         Advance(u.round),
         *barrier(u.cell("count"), u.round),
         Compare(),
@@ -317,7 +316,7 @@ def combine(u: Use) -> Steps:
         Advance(u.forward_use),
         *barrier(u.cell("ready"), u.forward_use),
         Move("pull rows", reads=read_by_pull(u, u.expert_out, u.wire_sums)),
-        Publish(u.cell("ack"), u.forward_use),
+        *([Publish(u.cell("ack"), u.forward_use)] if u.says_ack else []),
     ]
 
 

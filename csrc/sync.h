@@ -18,8 +18,8 @@ constexpr bool kFencesInAccesses = EPBUF_THREAD_SANITIZER != 0;
 constexpr int kStoreFencedOrder = kFencesInAccesses ? __ATOMIC_RELEASE : __ATOMIC_RELAXED;
 constexpr int kLoadFencedOrder = kFencesInAccesses ? __ATOMIC_ACQUIRE : __ATOMIC_RELAXED;
 
-// Everything this thread read or wrote before is done before any store_fenced_system after it. Reads count: ACK says
-// that a region may be overwritten.
+// Everything this thread read or wrote before is done before any store_fenced_system after it. Reads count: ACK,
+// COUNT and GO say that a region may be overwritten.
 inline void fence_release_system() {
   if constexpr (!kFencesInAccesses) __atomic_thread_fence(__ATOMIC_RELEASE);
 }

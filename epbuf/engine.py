@@ -319,8 +319,9 @@ class StreamOrder:
     """Orders ops that come on different streams, within one capture or outside any.
 
     In one order (a plan with one workspace) each op waits for the last one, whatever it used, so that equal call
-    numbers mean equal ops on all ranks. Otherwise ops wait that share a frame or a workspace. Across the boundary of a
-    capture the caller orders the streams.
+    numbers mean equal ops on all ranks. Otherwise ops wait that share a frame or a workspace; a refusal without a
+    workspace counts as a use of all, for which its COUNT speaks. Across the boundary of a capture the caller orders the
+    streams.
     """
 
     def __init__(self, device: torch.device, is_one_order: bool) -> None:
@@ -334,13 +335,12 @@ class StreamOrder:
         """Let the current stream wait for the ops that this one must follow; return its handle."""
         now = place.stream or self.state()
         stream = now.handle
-        latest = now, place.frame, direction, place.workspace
+        latest = now, place.frame, direction, place.workspace, place.refusal
         if latest == self._latest:  # the op before waited for all that this one would wait for
             return stream
         self._latest = latest
-        shared = ("frame", place.frame), (direction, place.workspace)
         behind = set()
-        for name, index in (("arena", 0),) if self.is_one_order else shared:
+        for name, index in self._shared(place, direction):
             # Ops outside captures follow each other, whatever was captured between.
             used = name, index, now.capture != 0
             last = self._last.get(used, now)
@@ -350,6 +350,14 @@ class StreamOrder:
         for other in behind:
             self.wait_for(other)
         return stream
+
+    def _shared(self, place: Place, direction: str) -> set[tuple[str, int]]:
+        """Name what an op must not use before those that used it last are over."""
+        if self.is_one_order:
+            return {("arena", 0)}
+        if place.workspace < 0 and place.refusal:
+            return {("frame", place.frame), *((name, index) for name, index, _ in self._last if name == direction)}
+        return {("frame", place.frame), (direction, place.workspace)}
 
     def state(self) -> StreamState:
         """Describe torch's current stream."""

@@ -26,10 +26,12 @@ class Played(StreamOrder):
     def wait_for(self, stream: int) -> None:
         self.waits.append((self.stream, stream))
 
-    def use(self, stream: int, frame: int, workspace: int = 0, direction: str = "forward") -> list[tuple[int, int]]:
+    def use(
+        self, stream: int, frame: int, workspace: int = 0, direction: str = "forward", refusal: int = 0
+    ) -> list[tuple[int, int]]:  # fmt: skip
         """Issue an op on a stream; return the waits that it made."""
         self.stream, self.waits = stream, []
-        assert self.enter(Place(frame, workspace), direction) == stream
+        assert self.enter(Place(frame, workspace, refusal), direction) == stream
         return self.waits
 
 
@@ -47,6 +49,14 @@ def test_several_workspaces_order_what_is_shared() -> None:
     assert order.use(SIDE, 2, 0) == [(SIDE, MAIN)]
     assert order.use(MAIN, 1, 2) == [(MAIN, SIDE)]
     assert order.use(MAIN, 3, 1, "backward") == []
+
+
+def test_refusal_without_a_workspace_is_behind_all() -> None:
+    """Its COUNT lets peers write into whatever workspace this rank pulled from last; a decode has none to wait for."""
+    order = Played(is_one_order=False)
+    order.use(MAIN, 0, 0)
+    assert order.use(SIDE, 1, -1) == []
+    assert order.use(SIDE, 1, -1, refusal=1) == [(SIDE, MAIN)]
 
 
 def test_op_after_a_capture_waits_for_the_last_op_outside() -> None:

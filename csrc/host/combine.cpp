@@ -202,7 +202,7 @@ Status run_combine(Context& context, const OpState& op, const CombineCall& call,
   EPBUF_TRY(context.exchange(op, ready));
   if (context.find_refusal(op, ready, outcome)) return finish_refused(context, op, ack);
   pull_rows(context, call, from);
-  context.publish(ack);
+  if (context.restores_rows()) context.publish(ack);
   return kOk;
 }
 

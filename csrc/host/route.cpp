@@ -255,7 +255,6 @@ void check_route(const Context& context, const RouteCall& call) {
 }
 
 Status run_route(Context& context, const OpState& op, const RouteCall& call, Outcome* outcome) {
-  if (call.workspace >= 0) EPBUF_TRY(context.await_ack(op, call.workspace));  // COUNT says it of our own readers
   const std::uint32_t round = ++context.frame_counters(call.frame).round;
   const bool refuses = call.refusal != kRefusalNone;
   const CountMatrix counts(context, call.frame);
