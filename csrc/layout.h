@@ -259,7 +259,7 @@ enum Source : std::uint32_t {
   kSourceZero = 2,    // a missing gradient: rows of zeros
 };
 
-// COUNT: await ACK of the forward workspace, publish E counts, await everybody's, compute slots, zones and overflow.
+// COUNT: publish E counts, await everybody's, compute slots, zones and overflow.
 struct RouteCall {
   std::int32_t frame, workspace;  // workspace -1: a refusing rank that holds none
   std::uint32_t refusal;          // Refusal of this rank
@@ -306,7 +306,7 @@ struct DispatchCall {
   std::uint32_t reserved;
 };
 
-// Stage rows below offs[-1] (times weights), publish and await READY, pull, publish ACK.
+// Stage rows below offs[-1] (times weights), publish and await READY, pull; publish ACK where somebody awaits it.
 // Forward: expert_out of the forward workspace -> y. Backward (dispatch backward): grad_recv_* -> dx, dw.
 struct CombineCall {
   std::int32_t frame, workspace;
@@ -422,7 +422,7 @@ struct RouteCountKernel {
 
 // What RouteExchangeKernel does, in this order. The engine asks for all of it in one launch; tests with virtual ranks
 // ask for one step at a time, each on all ranks before the next.
-constexpr std::uint32_t kRoutePublish = 1;       // await ACK, publish COUNT, turn route_scratch into prefixes
+constexpr std::uint32_t kRoutePublish = 1;       // publish COUNT, turn route_scratch into prefixes
 constexpr std::uint32_t kRouteAwait = 2;         // await COUNT, lay the zones; refused: publish ARRIVED
 constexpr std::uint32_t kRouteAwaitRefused = 4;  // refused: await ARRIVED
 
@@ -431,12 +431,11 @@ struct RouteExchangeKernel {
   KernelCall call;
   KernelIds ids;
   std::uint64_t route_scratch, bad_ids;
-  std::uint64_t route_base;      // int64 [E]: out, the row of this rank's first token for each expert
+  std::uint64_t route_base;      // int64 [E]: out, the slot of this rank's first token for each expert
   std::uint64_t frame_counters;  // FrameCounters
-  std::uint64_t ack_use;         // uint32: the use whose ACK is awaited; 0: none
   std::uint64_t offs, counts, overflow;
   std::uint64_t slot_map;  // int64 [T, K]: out, when few tokens make the other two kernels unnecessary
-  std::int64_t count_cells, arrived_cells, ack_cells;
+  std::int64_t count_cells, arrived_cells;
   std::int64_t capacity_rows;
   std::int32_t num_experts, num_local_experts, expert_alignment, chunk_tokens;
   std::uint32_t steps;
@@ -477,19 +476,20 @@ struct SummariseKernel {
 };
 
 // What SignalKernel does, in this order.
-constexpr std::uint32_t kSignalBegin = 1;           // number the call, publish PROGRESS
-constexpr std::uint32_t kSignalAwaitAck = 2;        // await `ack_cells` = *ack_use
-constexpr std::uint32_t kSignalAdvance = 4;         // ++*epoch
-constexpr std::uint32_t kSignalPublish = 8;         // publish {*epoch, refusal} in `cells`
-constexpr std::uint32_t kSignalMarkReady = 16;      // *ack_use = *epoch
-constexpr std::uint32_t kSignalAwait = 32;          // await `cells` = *epoch
-constexpr std::uint32_t kSignalJudge = 64;          // a refusal among `cells`: record it, mark the frame
-constexpr std::uint32_t kSignalAwaitRefused = 128;  // await only when this op was refused
-constexpr std::uint32_t kSignalExpectOpen = 256;    // unless refused: count an early reuse when OPEN is clear
-constexpr std::uint32_t kSignalSetOpen = 512;       // unless refused: OPEN = 1
-constexpr std::uint32_t kSignalClearOpen = 1024;    // unless refused: OPEN = 0
+constexpr std::uint32_t kSignalBegin = 1;             // number the call, publish PROGRESS
+constexpr std::uint32_t kSignalAwaitAck = 2;          // await `ack_cells` = *ack_use
+constexpr std::uint32_t kSignalAdvance = 4;           // ++*epoch
+constexpr std::uint32_t kSignalPublish = 8;           // publish {*epoch, refusal} in `cells`
+constexpr std::uint32_t kSignalMarkReady = 16;        // *ack_use = *epoch
+constexpr std::uint32_t kSignalAwait = 32;            // await `cells` = *epoch
+constexpr std::uint32_t kSignalJudge = 64;            // a refusal among `cells`: record it, mark the frame
+constexpr std::uint32_t kSignalPublishRefused = 128;  // refused: publish {*epoch, 0} in `ack_cells`
+constexpr std::uint32_t kSignalAwaitRefused = 256;    // refused: await `ack_cells` = *epoch
+constexpr std::uint32_t kSignalExpectOpen = 512;      // unless refused: count an early reuse when OPEN is clear
+constexpr std::uint32_t kSignalSetOpen = 1024;        // unless refused: OPEN = 1
+constexpr std::uint32_t kSignalClearOpen = 2048;      // unless refused: OPEN = 0
 
-// The one block that talks to the peers before and after rows move.
+// The one warp that talks to the peers before and after rows move.
 struct SignalKernel {
   KernelCall call;
   std::uint64_t epoch;           // uint32: round of the frame or use of the workspace

@@ -8,9 +8,10 @@ namespace epbuf::cuda {
 namespace {
 
 constexpr std::uint32_t kStageThreads = 512;
-constexpr std::uint32_t kStageBlocksPerSm = 2;       // that an SM holds
+constexpr std::uint32_t kStageBlocksPerSm = 4;       // that an SM holds
 constexpr std::uint32_t kStageGridBlocksPerSm = 32;  // the host does not know how many rows there are
-constexpr std::int32_t kStageVecs = 4;               // 16-byte loads in flight per lane
+constexpr std::int32_t kStageVecs = 2;               // 16-byte loads in flight per lane
+constexpr std::int64_t kStageMaxVecs = 448;          // of a row that a warp takes
 
 template <typename Dtype>
 __device__ __forceinline__ uint4 scale(uint4 v, float factor) {
@@ -52,10 +53,11 @@ __global__ void __launch_bounds__(kStageThreads, kStageBlocksPerSm)
     stage_kernel(const __grid_constant__ StageKernel k) {
   await_previous();
   release_next();
-  if (warp_skips(k.call)) return;
-
+  const Marks marks(k.call);
   const GridWarp warp;
   const std::int64_t num_rows = *at<const std::int32_t>(k.num_rows);
+  if (__any_sync(kAllLanes, marks.skip(k.call))) return;
+
   if (k.weights_source != kSourceWindow && k.staged_weights != 0) {
     auto* to = at<float>(k.staged_weights);
     for (std::int64_t row = warp.index * kWarpSize + warp.lane; row < num_rows; row += warp.num * kWarpSize) {
@@ -79,10 +81,14 @@ struct Source {
   float weight;
 };
 
-__device__ __forceinline__ Source source(const PullKernel& k, std::int64_t token, std::int32_t topk,
-                                         bool wants_weight) {
-  if (topk >= k.num_topk) return {0, 0.0f};
-  const std::int64_t slot = at<const std::int64_t>(k.slot_map)[token * k.num_topk + topk];
+// Route wrote the slots, two kernels ahead at least: a pull may ask for them before await_previous, past the
+// first-level cache, which may hold older ones.
+__device__ __forceinline__ std::int64_t load_slot(const PullKernel& k, std::int64_t token, std::int32_t topk) {
+  if (topk >= k.num_topk) return kNoSlot;
+  return load_relaxed_device(at<const std::int64_t>(k.slot_map) + token * k.num_topk + topk);
+}
+
+__device__ __forceinline__ Source source(const PullKernel& k, std::int64_t slot, bool wants_weight) {
   if (slot == kNoSlot) return {0, 0.0f};
   const std::uint64_t window = at<const std::uint64_t>(k.call.peers)[slot >> kSlotRankShift];
   const std::int64_t row = slot & 0xFFFFFFFF;
@@ -91,13 +97,13 @@ __device__ __forceinline__ Source source(const PullKernel& k, std::int64_t token
 }
 
 // One warp: the addresses of a token's live rows, in k order, into `rows`; its weights into out_weights. Returns how
-// many.
-__device__ __forceinline__ std::int32_t gather_sources(const PullKernel& k, std::int64_t token, bool wants_weights,
-                                                       std::uint32_t lane, std::uint64_t* rows) {
+// many. `slot`: that of k = lane.
+__device__ __forceinline__ std::int32_t gather_sources(const PullKernel& k, std::int64_t token, std::int64_t slot,
+                                                       bool wants_weights, std::uint32_t lane, std::uint64_t* rows) {
   std::int32_t num = 0;
   for (std::int32_t first = 0; first < k.num_topk; first += kWarpSize) {
     const std::int32_t topk = first + static_cast<std::int32_t>(lane);
-    const Source from = source(k, token, topk, wants_weights);
+    const Source from = source(k, first == 0 ? slot : load_slot(k, token, topk), wants_weights);
     if (wants_weights && topk < k.num_topk) at<float>(k.out_weights)[token * k.num_topk + topk] = from.weight;
     const std::uint32_t live = __ballot_sync(kAllLanes, from.row != 0);
     if (from.row != 0) rows[num + __popc(live & ((1u << lane) - 1))] = from.row;
@@ -115,18 +121,25 @@ __device__ __forceinline__ std::int32_t gather_sources(const PullKernel& k, std:
 template <typename Dtype>
 __global__ void __launch_bounds__(kPullThreads, kPullBlocksPerSm) pull_kernel(const __grid_constant__ PullKernel k) {
   __shared__ std::uint64_t sources[kPullWarps][kMaxTopk];
+  const GridWarp warp;
+  const std::uint32_t num_items = static_cast<std::uint32_t>(k.num_tokens) * k.num_splits;
+  const auto slot_of = [&](std::uint32_t item) {
+    return item < num_items ? load_slot(k, item / k.num_splits, static_cast<std::int32_t>(warp.lane)) : kNoSlot;
+  };
+  prefetch_windows(k.call);
+  std::int64_t next = slot_of(warp.index);
   await_previous();
   release_next();
   if (warp_stops(k.call)) return;
 
-  const GridWarp warp;
   std::uint64_t* rows = sources[threadIdx.x / kWarpSize];
   const std::int32_t num_vecs = static_cast<std::int32_t>(k.row_bytes / kVecBytes);
-  const std::uint32_t num_items = static_cast<std::uint32_t>(k.num_tokens) * k.num_splits;
   for (std::uint32_t item = warp.index; item < num_items; item += warp.num) {
+    const std::int64_t slot = next;
+    next = slot_of(item + warp.num);
     const std::int64_t token = item / k.num_splits;
     const Split split(num_vecs, k.num_splits, item % k.num_splits);
-    const std::int32_t num = gather_sources(k, token, k.out_weights != 0 && split.begin == 0, warp.lane, rows);
+    const std::int32_t num = gather_sources(k, token, slot, k.out_weights != 0 && split.begin == 0, warp.lane, rows);
     if (k.out != 0) {
       uint4* out = at<uint4>(k.out, token * k.out_row_stride_bytes);
       for (std::int32_t v = split.begin + warp.lane; v < split.end; v += kWarpSize) {
@@ -150,7 +163,7 @@ void (*pull_of(TokenDtype dtype))(PullKernel) {
 void launch_stage(const StageKernel& kernel, TokenDtype dtype, std::int64_t max_rows, const Target& target) {
   const std::int64_t warps_per_block = kStageThreads / kWarpSize;
   StageKernel k = kernel;
-  k.num_splits = num_splits_for(max_rows, k.row_bytes, target.num_sms * warps_per_block);
+  k.num_splits = num_splits_for(max_rows, k.row_bytes, target.num_sms * warps_per_block, kStageMaxVecs);
   const std::int64_t num_warps = max_rows * k.num_splits;
   const std::uint32_t num_blocks =
       target.fit((num_warps + warps_per_block - 1) / warps_per_block, kStageGridBlocksPerSm);

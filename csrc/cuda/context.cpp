@@ -20,8 +20,10 @@ void check_sizes(const Geometry& g) {
   const std::int64_t num_slots = static_cast<std::int64_t>(g.max_tokens_per_rank) * g.num_topk;
   EPBUF_CHECK(num_slots <= kMaxSlots, "max_tokens_per_rank * num_topk is ", num_slots,
               "; the kernels number slots by int32, and take at most ", kMaxSlots);
-  EPBUF_CHECK(num_slots * g.num_ranks <= UINT32_MAX, "num_ranks * max_tokens_per_rank * num_topk is ",
-              num_slots * g.num_ranks, "; a count is uint32");
+  const std::int64_t num_rows = num_slots * g.num_ranks;
+  const std::int64_t num_padded = num_rows + static_cast<std::int64_t>(g.num_local_experts) * g.expert_alignment;
+  EPBUF_CHECK(num_padded <= UINT32_MAX, "num_ranks * max_tokens_per_rank * num_topk is ", num_rows,
+              "; with the padding of num_experts / num_ranks zones a row's number must be uint32");
 }
 
 // KernelCall::order of an op that repeats nothing.
@@ -37,8 +39,9 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
 int checked(const Geometry& g, int device) {
   check_sizes(g);
   const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const std::size_t needed = std::max({exchange_shared_bytes(g.num_experts), counts_shared_bytes(g.num_experts),
-                                       slots_shared_bytes(g.num_experts, g.route_chunk_tokens, g.num_topk)});
+  const std::size_t needed =
+      std::max({exchange_shared_bytes(g.num_experts, g.num_ranks), counts_shared_bytes(g.num_experts),
+                slots_shared_bytes(g.num_experts, g.route_chunk_tokens, g.num_topk)});
   EPBUF_CHECK(needed <= static_cast<std::size_t>(available), "num_experts is ", g.num_experts, ": route needs ", needed,
               " bytes of shared memory in a block; the device has ", available);
   return device;

@@ -122,9 +122,9 @@ __device__ void note_facts(const SummariseKernel& k) {
 
 struct ZonesShared {
   std::int64_t* prefix;   // [E + 1] padded rows of the experts before
-  std::int64_t* base;     // [E] on an overflow: the row of this rank's first token
+  std::int64_t* base;     // [E] on an overflow: the slot of this rank's first token
   std::uint32_t* totals;  // [E] rows from all ranks
-  std::uint32_t* next;    // [E] on an overflow: rows taken after `base`
+  std::uint32_t* next;    // [E] on an overflow: slots taken from there on
 };
 
 std::size_t zones_bytes(std::int64_t num_experts) {
@@ -155,9 +155,10 @@ __device__ void drop_rows(const SummariseKernel& k, const ZonesShared& memory) {
   const std::int64_t width = k.num_experts + kCountHeader;
   for (std::int32_t e = threadIdx.x; e < k.num_experts; e += blockDim.x) {
     const auto* counts = at<const std::int64_t>(k.count_rows) + 1 + e;
-    std::int64_t row = memory.prefix[e] - memory.prefix[e / k.num_local_experts * k.num_local_experts];
+    const std::int32_t owner = e / k.num_local_experts;
+    std::int64_t row = memory.prefix[e] - memory.prefix[owner * k.num_local_experts];
     for (std::int32_t rank = 0; rank < k.call.rank; ++rank) row += counts[rank * width];
-    memory.base[e] = row;
+    memory.base[e] = slot_at(owner, row);
     memory.next[e] = 0;
   }
   __syncthreads();

@@ -32,24 +32,38 @@ __device__ void push_scales(const PushKernel& k, std::int64_t token, const Desti
   }
 }
 
+// A part of a token's row, and what of it is on its way before anything is known of the round.
+struct Part {
+  std::int64_t token;
+  Split split;
+  const uint4* row;
+  Batch first;
+  Slots slots;
+
+  __device__ __forceinline__ Part(const PushKernel& k, std::uint32_t item, std::uint32_t lane)
+      : token(item / k.num_splits),
+        split(static_cast<std::int32_t>(k.row_bytes / kVecBytes), k.num_splits, item % k.num_splits),
+        row(from_here(k.rows != 0 ? at<const uint4>(k.rows, token * k.row_stride_bytes) : nullptr)),
+        first(load_batch(row, split.begin + lane, split.end)),
+        slots(slots_of(k, token, lane)) {}
+};
+
 // One warp reads its part of a token's row once and writes it to every slot of the token.
 template <bool kHasScales>
-__device__ __forceinline__ void push_token(const PushKernel& k, std::int64_t token, const Split& split,
-                                           std::uint32_t lane) {
-  const bool sends = split.begin == 0;
-  const uint4* row = k.rows != 0 ? at<const uint4>(k.rows, token * k.row_stride_bytes) : nullptr;
-  Batch next = load_batch(row, split.begin + lane, split.end);  // on its way while the slots are looked up
-  const float row_scale = kHasScales && k.row_scales != 0 ? at<const float>(k.row_scales)[token] : 0.0f;
-  const Destinations to = destinations(k, token, lane, row_scale, sends);
+__device__ __forceinline__ void push_part(const PushKernel& k, const Part& part, std::uint32_t lane) {
+  const bool sends = part.split.begin == 0;
+  const float row_scale = kHasScales && k.row_scales != 0 ? at<const float>(k.row_scales)[part.token] : 0.0f;
+  const Destinations to = destinations(k, part.token, part.slots, lane, row_scale, sends);
   const std::uint64_t live = to.live();
   if (live == 0) return;
-  if (kHasScales && sends) push_scales(k, token, to, live, lane);
-  for (std::int32_t v = split.begin; v < split.end; v += kBatchStep) {
+  if (kHasScales && sends) push_scales(k, part.token, to, live, lane);
+  Batch next = part.first;
+  for (std::int32_t v = part.split.begin; v < part.split.end; v += kBatchStep) {
     const Batch batch = next;
-    next = load_batch(row, v + kBatchStep + lane, split.end);
+    next = load_batch(part.row, v + kBatchStep + lane, part.split.end);
     for (std::uint64_t rest = live; rest != 0; rest &= rest - 1) {
       const std::uint64_t address = to.data_of(__ffsll(rest) - 1);
-      store_batch(at<uint4>(address), batch, v + lane, split.end);
+      store_batch(at<uint4>(address), batch, v + lane, part.split.end);
     }
   }
 }
@@ -63,17 +77,19 @@ __device__ __forceinline__ void push_token(const PushKernel& k, std::int64_t tok
 // and 3 are the padding rows 2 and 3, zeroed by warp 2 and warp 0.
 template <bool kHasScales>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) push_kernel(const __grid_constant__ PushKernel k) {
+  prefetch_windows(k.call);
   await_previous();
   release_next();
-  if (warp_stops(k.call)) return;
-
+  const Marks marks(k.call);
   const GridWarp warp;
-  const std::int32_t num_vecs = static_cast<std::int32_t>(k.row_bytes / kVecBytes);
   const std::uint32_t num_items = static_cast<std::uint32_t>(k.num_tokens) * k.num_splits;
   std::uint32_t item = warp.index;
   for (; item < num_items; item += warp.num) {
-    push_token<kHasScales>(k, item / k.num_splits, Split(num_vecs, k.num_splits, item % k.num_splits), warp.lane);
+    const Part part(k, item, warp.lane);
+    if (__any_sync(kAllLanes, marks.stop())) return;
+    push_part<kHasScales>(k, part, warp.lane);
   }
+  if (__any_sync(kAllLanes, marks.stop())) return;
   zero_padding(k, item - num_items, warp);
   clear_other_slots(k);
 }

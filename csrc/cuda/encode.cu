@@ -210,7 +210,7 @@ __device__ __forceinline__ void encode_token(const PushKernel& k, std::int64_t t
   auto next = Loaded<Dtype>::of(row, steps.begin * kStepElems + lane_first, k.hidden);
   float row_scale = 0.0f;
   if (Format::kHasRowScale && row != nullptr) row_scale = row_scale_of<Dtype>(row, k.hidden, lane);
-  const Destinations to = destinations(k, token, lane, row_scale, steps.begin == 0);
+  const Destinations to = destinations(k, token, slots_of(k, token, lane), lane, row_scale, steps.begin == 0);
   const std::uint64_t live = to.live();
   if (live == 0) return;
 

@@ -13,7 +13,7 @@ void launch_route_exchange(const RouteExchangeKernel& kernel, const Target& targ
 void launch_route_slots(const RouteSlotsKernel& kernel, const Target& target);
 
 // All of route in one launch, where shared memory holds the ids.
-bool fits_fused_route(const KernelIds& ids, std::int32_t num_experts, const Target& target);
+bool fits_fused_route(const RouteExchangeKernel& kernel, const Target& target);
 void launch_route_fused(const RouteExchangeKernel& kernel, const Target& target);
 
 // Instead of route, where other kernels move rows.
@@ -36,7 +36,7 @@ void launch_pages(const PagesKernel& kernel, const Target& target);
 void launch_stash(const StashKernel& kernel, std::int64_t max_rows, const Target& target);
 
 // Bytes of shared memory that a block needs.
-std::size_t exchange_shared_bytes(std::int64_t num_experts);
+std::size_t exchange_shared_bytes(std::int64_t num_experts, std::int64_t num_ranks);
 std::size_t counts_shared_bytes(std::int64_t num_experts);
 std::size_t slots_shared_bytes(std::int64_t num_experts, std::int64_t chunk_tokens, std::int64_t num_topk);
 

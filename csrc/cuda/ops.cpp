@@ -95,15 +95,13 @@ RouteSlotsKernel slots_kernel(const CudaContext& context, const RouteCall& call)
   return k;
 }
 
-// A refusing rank that holds no workspace has none to wait for and writes to none.
+// A refusing rank that holds no workspace writes to none.
 void add_workspace(const CudaContext& context, std::int32_t workspace, RouteExchangeKernel* k) {
   if (workspace < 0) return;
   const ForwardOffsets& forward = context.forward(workspace);
   k->route_scratch = context.own(forward.route_scratch);
   k->route_base = context.own(forward.route_base);
   k->bad_ids = context.words().bad_ids(workspace);
-  k->ack_use = context.forward_use(workspace);
-  k->ack_cells = forward.ack_cells;
 }
 
 // Where a frame's zones, demand and overflow are written, and what they follow from beside the counts.
@@ -315,7 +313,7 @@ void issue_route(const CudaContext& context, const RouteCall& call, Phases phase
   const Target target = context.target(call.stream);
   RouteExchangeKernel exchange = exchange_kernel(context, call);
   exchange.steps = steps_of(phases, kRoutePublish, kRouteAwait, kRouteAwaitRefused);
-  const bool is_small = fits_fused_route(exchange.ids, exchange.num_experts, target);
+  const bool is_small = fits_fused_route(exchange, target);
   if (phases == kAllPhases && !refuses && is_small) return launch_route_fused(exchange, target);
   if ((phases & 1) && !refuses) launch_route_count(count_kernel(context, call), target);
   launch_route_exchange(exchange, target);
@@ -366,22 +364,31 @@ void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases
   if ((phases & 2) && moves) put_in_place(context, kernel_call, call, context.forward_target(call));
 }
 
-// Phases: stage, add for the peers, publish READY; await it, pull, publish ACK; when refused, await ACK.
+// Phases: stage, add for the peers, publish READY; await it, pull, when refused publish ACK; when refused, await ACK.
+// In a plan with a stash ACK is always published, behind the pull: rows may come back before the next COUNT says that
+// it is over.
 void issue_combine(const CudaContext& context, const CombineCall& call, Phases phases) {
   context.check_sources(call);
   const ForwardOffsets& forward = context.forward(call.workspace);
   const KernelCall kernel_call = context.kernel_call(kOpCombine, call);
   SignalKernel ready = signal(context, kernel_call, kPhaseReady, forward.ready_cells);
   ready.epoch = context.forward_use(call.workspace);
+  ready.ack_phase = kPhaseAck;
+  ready.ack_cells = forward.ack_cells;
   const PulledRows from{forward.expert_out, -1, forward.wire_rows, context.geometry().wire};
+  const bool says_ack = context.restores_rows();
+  const std::uint32_t publish_refused = says_ack ? 0 : kSignalPublishRefused;
+  const std::uint32_t await_refused = says_ack ? 0 : kSignalAwaitRefused;
   if (phases & 1) stage(context, kernel_call, call, context.own(forward.expert_out), 0);
   if (phases & 1) add(context, kernel_call, call, from);
   launch_steps(context, ready,
-               steps_of(phases, kSignalBegin | kSignalAdvance | kSignalPublish, kSignalAwait | kSignalJudge),
+               steps_of(phases, kSignalBegin | kSignalAdvance | kSignalPublish,
+                        kSignalAwait | kSignalJudge | publish_refused, await_refused),
                call.stream);
   if (phases & 2) pull(context, kernel_call, call, from);
-  launch_steps(context, unrefusing(ready, kPhaseAck, forward.ack_cells),
-               steps_of(phases, 0, kSignalPublish, kSignalAwaitRefused), call.stream);
+  if (!says_ack) return;
+  SignalKernel ack = unrefusing(ready, kPhaseAck, forward.ack_cells);
+  launch_steps(context, ack, steps_of(phases, 0, kSignalPublish, kSignalAwaitRefused), call.stream);
 }
 
 // Phases: await ACK, publish GO; await it, push, publish ARRIVED; await it, expand, tile.

@@ -60,9 +60,12 @@ __device__ __forceinline__ Destination destination_by_wire(const PushKernel& k, 
   return {row, row + k.wire.scales_offset};
 }
 
-__device__ __forceinline__ Destinations destinations(const PushKernel& k, std::int64_t token, std::uint32_t lane,
-                                                     float row_scale, bool sends) {
-  const Slots slots = Slots::load(at<const std::int64_t>(k.slot_map) + token * k.num_topk, k.num_topk, lane);
+__device__ __forceinline__ Slots slots_of(const PushKernel& k, std::int64_t token, std::uint32_t lane) {
+  return Slots::load(at<const std::int64_t>(k.slot_map) + token * k.num_topk, k.num_topk, lane);
+}
+
+__device__ __forceinline__ Destinations destinations(const PushKernel& k, std::int64_t token, const Slots& slots,
+                                                     std::uint32_t lane, float row_scale, bool sends) {
   Destinations to{destination(k, token, lane, slots.low, row_scale, sends),
                   destination(k, token, lane + kWarpSize, slots.high, row_scale, sends)};
   if (k.wire_region < 0) return to;

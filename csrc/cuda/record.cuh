@@ -11,6 +11,13 @@ __device__ __forceinline__ Control* control_of(const KernelCall& call) {
   return at<Control>(call.window, call.control);
 }
 
+// The block: asks for the addresses of all windows. They never change, so a kernel may do it before await_previous.
+__device__ __forceinline__ void prefetch_windows(const KernelCall& call) {
+  for (std::int32_t rank = threadIdx.x; rank < call.num_ranks; rank += blockDim.x) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(at<const std::uint64_t>(call.peers) + rank));
+  }
+}
+
 __device__ __forceinline__ bool is_poisoned(const KernelCall& call) {
   return load_relaxed_device(&control_of(call)->poisoned) != kOk;
 }
@@ -19,31 +26,34 @@ __device__ __forceinline__ std::uint32_t refused_order(const KernelCall& call) {
   return load_relaxed_device(at<const std::uint32_t>(call.refused));
 }
 
-// Before this op's own round: the arena is poisoned, or the frame's round was refused in an earlier one. All
-// ranks saw that refusal, so all of them skip, without a signal and without a call number.
-__device__ __forceinline__ bool skips(const KernelCall& call) {
-  const std::uint32_t refused = refused_order(call);
-  const bool poisoned = is_poisoned(call);
-  return poisoned || (refused != 0 && refused < call.order);
-}
+// What decides whether a kernel of an op runs. Loaded at once and asked later, with other loads in between.
+struct Marks {
+  std::uint32_t refused, poisoned;
 
-// After this op's own round: it was refused too.
-__device__ __forceinline__ bool stops(const KernelCall& call) {
-  const std::uint32_t refused = refused_order(call);
-  const bool poisoned = is_poisoned(call);
-  return poisoned || refused != 0;
-}
+  __device__ __forceinline__ explicit Marks(const KernelCall& call)
+      : refused(refused_order(call)), poisoned(load_relaxed_device(&control_of(call)->poisoned)) {}
+
+  // Before this op's own round: the arena is poisoned, or the frame's round was refused in an earlier one. All ranks
+  // saw that refusal, so all of them skip, without a signal and without a call number.
+  __device__ __forceinline__ bool skip(const KernelCall& call) const {
+    return (poisoned != kOk) | ((refused != 0) & (refused < call.order));
+  }
+  // After this op's own round: it was refused too.
+  __device__ __forceinline__ bool stop() const { return (poisoned != kOk) | (refused != 0); }
+};
 
 // The same answer for all threads that meet here, also when another stream poisons the arena meanwhile.
-__device__ __forceinline__ bool warp_skips(const KernelCall& call) { return __any_sync(kAllLanes, skips(call)); }
-__device__ __forceinline__ bool warp_stops(const KernelCall& call) { return __any_sync(kAllLanes, stops(call)); }
+__device__ __forceinline__ bool warp_skips(const KernelCall& call) {
+  return __any_sync(kAllLanes, Marks(call).skip(call));
+}
+__device__ __forceinline__ bool warp_stops(const KernelCall& call) { return __any_sync(kAllLanes, Marks(call).stop()); }
 
 __device__ __forceinline__ bool block_skips(const KernelCall& call) {
-  return __syncthreads_or(threadIdx.x == 0 && skips(call));
+  return __syncthreads_or(threadIdx.x == 0 && Marks(call).skip(call));
 }
 
 __device__ __forceinline__ bool block_stops(const KernelCall& call) {
-  return __syncthreads_or(threadIdx.x == 0 && stops(call));
+  return __syncthreads_or(threadIdx.x == 0 && Marks(call).stop());
 }
 
 // The host polls `poisoned`, so it is the last word to arrive.
@@ -70,8 +80,11 @@ __device__ __forceinline__ void change_control(const KernelCall& call, Change ch
   atomicExch(lock, 0u);
 }
 
+// What happens rarely is called, not inlined: a kernel of one block feels every instruction that it has to fetch, and
+// each jump over others.
+
 // The latest one is named: an earlier one was raised when the host saw the count change.
-__device__ inline void record_refusal(const KernelCall& call, std::int32_t rank, std::uint32_t refusal) {
+__device__ __noinline__ inline void record_refusal(const KernelCall& call, std::int32_t rank, std::uint32_t refusal) {
   change_control(call, [&](Control& control) {
     ++control.num_refusals;
     control.refusing_rank = rank;
@@ -80,7 +93,8 @@ __device__ inline void record_refusal(const KernelCall& call, std::int32_t rank,
   });
 }
 
-__device__ inline void record_overflow(const KernelCall& call, std::int64_t max_demand_rows, std::int32_t rank) {
+__device__ __noinline__ inline void record_overflow(const KernelCall& call, std::int64_t max_demand_rows,
+                                                    std::int32_t rank) {
   change_control(call, [&](Control& control) {
     ++control.num_overflows;
     control.max_demand_rows = max_demand_rows;
@@ -88,14 +102,14 @@ __device__ inline void record_overflow(const KernelCall& call, std::int64_t max_
   });
 }
 
-__device__ inline void record_full_stash(const KernelCall& call, std::int32_t rank) {
+__device__ __noinline__ inline void record_full_stash(const KernelCall& call, std::int32_t rank) {
   change_control(call, [&](Control& control) {
     ++control.num_stash_overflows;
     control.stash_rank = rank;
   });
 }
 
-__device__ inline void record_early_reuse(const KernelCall& call) {
+__device__ __noinline__ inline void record_early_reuse(const KernelCall& call) {
   change_control(call, [](Control& control) { ++control.num_early_reuses; });
 }
 

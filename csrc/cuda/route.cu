@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kCountThreads) route_count_kernel(const __grid
 }
 
 struct SlotsShared {
-  std::int64_t* base;   // [E] the row of the chunk's first token for an expert
-  std::uint32_t* next;  // [E] rows taken after it
+  std::int64_t* base;   // [E] the slot of the chunk's first token for an expert
+  std::uint32_t* next;  // [E] slots taken from there on
   std::uint32_t* keys;  // [chunk_tokens * K]
 };
 
@@ -91,8 +91,8 @@ __device__ void place_chunk(const RouteSlotsKernel& k, std::int32_t chunk_idx, c
 // Shapes: topk_idx [T, K]; route_scratch [chunks, E] int32, the prefixes; slot_map [T, K] int64: out. A block for each
 // chunk, in turns.
 //
-// Example, rank 1 of the exchange's example, K = 2, topk_idx = {{0, 3}, {3, 0}}: route_base = {3, 9, 0, 5}, so the
-// slots are {{rank 0 row 3, rank 1 row 5}, {rank 1 row 6, rank 0 row 4}}.
+// Example, rank 1 of the exchange's example, K = 2, topk_idx = {{0, 3}, {3, 0}}: route_base has rows 3 and 9 of rank 0,
+// rows 0 and 5 of rank 1, so the slots are {{rank 0 row 3, rank 1 row 5}, {rank 1 row 6, rank 0 row 4}}.
 __global__ void __launch_bounds__(kSlotsThreads) route_slots_kernel(const __grid_constant__ RouteSlotsKernel k) {
   extern __shared__ __align__(16) std::int64_t shared[];
   await_previous();

@@ -48,6 +48,34 @@ __device__ __forceinline__ std::int64_t load_id(const KernelIds& ids, std::uint3
                                  : at<const std::int32_t>(ids.topk_idx)[index];
 }
 
+// Walks the ids of slots `first`, `first` + 32, ..: a division at the start, none on the way.
+class IdWalk {
+ public:
+  __device__ __forceinline__ IdWalk(const KernelIds& ids, std::uint32_t first) : ids_(ids) {
+    const auto topk = static_cast<std::uint32_t>(ids.num_topk);
+    token_ = first / topk;
+    topk_ = first % topk;
+    tokens_ = kWarpSize / topk;
+    rest_ = kWarpSize % topk;
+  }
+  // The next id; -1 unless `wanted`.
+  __device__ __forceinline__ std::int64_t next(bool wanted) {
+    const std::int64_t index = token_ * ids_.row_stride + topk_;
+    topk_ += rest_;
+    const bool wraps = topk_ >= static_cast<std::uint32_t>(ids_.num_topk);
+    token_ += tokens_ + (wraps ? 1 : 0);
+    topk_ -= wraps ? ids_.num_topk : 0;
+    if (!wanted) return -1;
+    return ids_.topk_idx_bytes == 8 ? at<const std::int64_t>(ids_.topk_idx)[index]
+                                    : at<const std::int32_t>(ids_.topk_idx)[index];
+  }
+
+ private:
+  const KernelIds& ids_;
+  std::int64_t token_;
+  std::uint32_t topk_, tokens_, rest_;
+};
+
 __host__ __device__ inline std::int32_t num_chunks_of(const KernelIds& ids, std::int32_t chunk_tokens) {
   return (ids.num_tokens + chunk_tokens - 1) / chunk_tokens;
 }
@@ -61,26 +89,39 @@ __device__ __forceinline__ std::uint32_t key_of(std::int64_t id, std::int32_t nu
 struct BadIds {
   unsigned long long num, first;
 
-  __device__ __forceinline__ void note(std::int64_t slot) {
+  __device__ __noinline__ void note(std::int64_t slot) {
     atomicAdd(&num, 1ull);
     atomicMin(&first, static_cast<unsigned long long>(slot));
   }
 };
 constexpr BadIds kNoBadIds = {0, ~0ull};
 
-// One warp: the lanes whose key equals this lane's, for keys below 2^num_bits; 0 in lanes that are not live. A ballot
+// One warp: for each group the lanes whose key equals this lane's, for keys below `num_keys`; none for others. A ballot
 // for each bit: match.any takes as long as there are different keys, and here most of them are.
-__device__ __forceinline__ std::uint32_t same_keys(std::uint32_t key, bool live, std::int32_t num_bits) {
-  std::uint32_t same = __ballot_sync(kAllLanes, live);
+template <std::int32_t kGroups>
+__device__ __forceinline__ void find_same(const std::uint32_t (&key)[kGroups], std::int32_t num_bits,
+                                          std::uint32_t num_keys, std::uint32_t (&same)[kGroups]) {
+#pragma unroll
+  for (std::int32_t g = 0; g < kGroups; ++g) same[g] = __ballot_sync(kAllLanes, key[g] < num_keys);
+#pragma unroll 1
   for (std::int32_t bit = 0; bit < num_bits; ++bit) {
-    const bool is_set = (key >> bit) & 1;
-    const std::uint32_t set = __ballot_sync(kAllLanes, is_set);
-    same &= is_set ? set : ~set;
+#pragma unroll
+    for (std::int32_t g = 0; g < kGroups; ++g) {
+      const bool is_set = (key[g] >> bit) & 1;
+      const std::uint32_t set = __ballot_sync(kAllLanes, is_set);
+      same[g] &= is_set ? set : ~set;
+    }
   }
-  return live ? same : 0;
+#pragma unroll
+  for (std::int32_t g = 0; g < kGroups; ++g) same[g] = key[g] < num_keys ? same[g] : 0;
 }
 
-// One warp: ranks the experts of `keys` [num] in order and writes their slots. The next token for expert e takes row
+// The slot of row `row` on rank `owner`.
+__device__ __forceinline__ std::int64_t slot_at(std::int32_t owner, std::int64_t row) {
+  return static_cast<std::int64_t>(owner) << kSlotRankShift | row;
+}
+
+// One warp: ranks the experts of `keys` [num] in order and writes their slots. The next token for expert e takes slot
 // base[e] + next[e]. A key without an expert is larger than any expert.
 template <typename Kernel, typename Key>
 __device__ void take_slots(const Kernel& k, const Key* keys, const std::int64_t* base, std::uint32_t* next,
@@ -89,25 +130,24 @@ __device__ void take_slots(const Kernel& k, const Key* keys, const std::int64_t*
   const std::int32_t lane = threadIdx.x % kWarpSize;
   const std::uint32_t lower_lanes = (1u << lane) - 1;
   const std::int32_t num_bits = 32 - __clz(k.num_experts);
-  for (std::int32_t begin = 0; begin < num; begin += kGroups * kWarpSize) {
+  for (std::int32_t begin = lane; begin < num + lane; begin += kGroups * kWarpSize) {
     std::uint32_t key[kGroups], same[kGroups];
 #pragma unroll
     for (std::int32_t g = 0; g < kGroups; ++g) {
-      const std::int32_t i = begin + g * kWarpSize + lane;
+      const std::int32_t i = begin + g * static_cast<std::int32_t>(kWarpSize);
       key[g] = i < num ? keys[i] : static_cast<Key>(kNoExpert);
-      same[g] = same_keys(key[g], key[g] < static_cast<std::uint32_t>(k.num_experts), num_bits);
     }
+    find_same(key, num_bits, static_cast<std::uint32_t>(k.num_experts), same);
 #pragma unroll
     for (std::int32_t g = 0; g < kGroups; ++g) {
-      const std::int32_t i = begin + g * kWarpSize + lane;
-      const bool live = key[g] < static_cast<std::uint32_t>(k.num_experts);
+      const std::int32_t i = begin + g * static_cast<std::int32_t>(kWarpSize);
+      const bool live = same[g] != 0;
       const std::uint32_t taken = live ? next[key[g]] : 0;
       __syncwarp();
       if (live && (same[g] & lower_lanes) == 0) next[key[g]] = taken + __popc(same[g]);
       __syncwarp();
-      const std::int64_t row = live ? base[key[g]] + taken + __popc(same[g] & lower_lanes) : 0;
-      const std::int64_t owner = live ? key[g] / static_cast<std::uint32_t>(k.num_local_experts) : 0;
-      if (i < num) slots[i] = live && row < k.capacity_rows ? owner << kSlotRankShift | row : kNoSlot;
+      const std::int64_t slot = live ? base[key[g]] + taken + __popc(same[g] & lower_lanes) : kNoSlot;
+      if (i < num) slots[i] = live && (slot & 0xFFFFFFFF) < k.capacity_rows ? slot : kNoSlot;
     }
   }
 }

@@ -1,6 +1,4 @@
-// The one-block kernels that talk to the peers: they run in stream order between the kernels that move rows.
-#include <algorithm>
-
+// The kernels of one warp that talk to the peers: they run in stream order between the kernels that move rows.
 #include "chain.cuh"
 #include "kernels.h"
 #include "wait.cuh"
@@ -8,31 +6,19 @@
 namespace epbuf::cuda {
 namespace {
 
-constexpr std::uint32_t kMaxThreads = 256;
-
-// The lowest rank whose cell says one of the bits of `mask`, num_ranks if none does. Valid between the wait for the
-// cells and this rank's next signal, until which no peer can overwrite them.
+// One warp: the lowest rank whose cell says one of the bits of `mask`, num_ranks if none does. Valid between the wait
+// for the cells and this rank's next signal, until which no peer can overwrite them.
 __device__ std::int32_t find_said(const KernelCall& call, const Cell* cells, std::uint32_t mask) {
-  __shared__ std::int32_t lowest;
-  __syncthreads();  // every thread has read what was found before
-  if (threadIdx.x == 0) lowest = call.num_ranks;
-  __syncthreads();
-  for (std::int32_t peer = threadIdx.x; peer < call.num_ranks; peer += blockDim.x) {
-    if (load_relaxed_system(cells + peer).value & mask) atomicMin(&lowest, peer);
+  std::int32_t lowest = call.num_ranks;
+  for (std::int32_t peer = call.num_ranks - 1 - static_cast<std::int32_t>(threadIdx.x); peer >= 0; peer -= kWarpSize) {
+    if (load_relaxed_system(cells + peer).value & mask) lowest = peer;
   }
-  __syncthreads();
-  return lowest;
+  return __reduce_min_sync(kAllLanes, lowest);
 }
 
 // One thread. The mark makes the frame's later ops do nothing; the same op again, or an earlier one, takes it away.
-__device__ void judge(const SignalKernel& k, const Cell* cells, std::int32_t refusing) {
-  auto* mark = at<std::uint32_t>(k.call.refused);
-  if (refusing == k.call.num_ranks) {
-    store_relaxed_device(mark, 0);
-  } else {
-    store_relaxed_device(mark, k.call.order);
-    record_refusal(k.call, refusing, load_relaxed_system(cells + refusing).value & ~kStashFull);
-  }
+__device__ __forceinline__ void mark(const SignalKernel& k, bool refused) {
+  store_relaxed_device(at<std::uint32_t>(k.call.refused), refused ? k.call.order : 0);
 }
 
 // What this rank says with a signal: its refusal, and in dispatch that it has too few pages for its rows.
@@ -56,56 +42,87 @@ __device__ void update_open(const SignalKernel& k) {
   if (k.steps & kSignalClearOpen) counters->open = 0;
 }
 
-// One block takes the steps. False: give up, because of *failure. Words are loaded before the waits that do not need
-// them: each load costs as much as a peer's answer.
-__device__ bool take_steps(const SignalKernel& k, Failure* failure) {
-  auto* epoch_word = at<std::uint32_t>(k.epoch);
-  const std::uint32_t epoch = *epoch_word + ((k.steps & kSignalAdvance) ? 1 : 0);
-  const std::uint32_t last_use = (k.steps & kSignalAwaitAck) ? *at<const std::uint32_t>(k.ack_use) : 0;
-  const bool was_refused = (k.steps & kSignalAwaitRefused) && refused_order(k.call) == k.call.order;
-  const std::uint32_t number = (k.steps & kSignalBegin) ? begin_call(k.call) : current_call(k.call);
+// What the warp reads before it says anything, all loads in flight at once: each takes as long as a peer's answer.
+struct Words {
+  std::uint32_t epoch, ack_use, call, said;
+  Marks marks;
+
+  __device__ __forceinline__ explicit Words(const SignalKernel& k)
+      : epoch(load_relaxed_device(at<const std::uint32_t>(k.epoch))),
+        ack_use((k.steps & kSignalAwaitAck) ? load_relaxed_device(at<const std::uint32_t>(k.ack_use)) : 0),
+        call(current_call(k.call)),
+        said(said_by(k)),
+        marks(k.call) {}
+};
+
+// A wait for `ack_cells`.
+__device__ __forceinline__ Awaited ack_of(const SignalKernel& k, std::uint32_t epoch, std::uint32_t call) {
+  return {k.ack_phase, epoch, at<const Cell>(k.call.window, k.ack_cells), 1, call};
+}
+
+// One warp, after a wait for `cells` in which some rank said something. True: the round was refused.
+__device__ __noinline__ bool hear(const SignalKernel& k) {
   const Cell* cells = at<const Cell>(k.call.window, k.cells);
-
-  if (k.steps & kSignalAwaitAck) {
-    const Cell* ack_cells = at<const Cell>(k.call.window, k.ack_cells);
-    if (!await_all(k.call, {k.ack_phase, last_use, ack_cells, 1, number}, failure)) return false;
-  }
-
-  __syncthreads();  // every thread has read the old words
-  if (threadIdx.x == 0 && (k.steps & kSignalAdvance)) *epoch_word = epoch;
-  if (threadIdx.x == 0 && (k.steps & kSignalMarkReady)) *at<std::uint32_t>(k.ack_use) = epoch;
-  if (k.steps & kSignalPublish) publish(k.call, k.cells, {epoch, said_by(k)});
-
-  std::uint32_t said = 0;
-  if ((k.steps & kSignalAwait) || was_refused) {
-    if (!await_all(k.call, {k.phase, epoch, cells, 1, number}, failure, &said)) return false;
-  }
-  release_next();
-
-  bool refused = was_refused;
-  if (k.steps & kSignalJudge) {
-    const bool is_said = __syncthreads_or(said != 0);
-    const std::int32_t refusing = is_said ? find_said(k.call, cells, ~kStashFull) : k.call.num_ranks;
-    refused = refusing != k.call.num_ranks;
-    if (threadIdx.x == 0) judge(k, cells, refusing);
-    const std::int32_t full = is_said && !refused ? find_said(k.call, cells, kStashFull) : k.call.num_ranks;
-    if (threadIdx.x == 0 && full != k.call.num_ranks) note_full_stash(k, full);
-  }
-  if (threadIdx.x == 0 && !refused) update_open(k);
+  const std::int32_t num_ranks = k.call.num_ranks;
+  const std::int32_t refusing = find_said(k.call, cells, ~kStashFull);
+  const std::int32_t full = refusing == num_ranks ? find_said(k.call, cells, kStashFull) : num_ranks;
+  if (threadIdx.x != 0) return refusing != num_ranks;
+  mark(k, refusing != num_ranks);
+  if (full != num_ranks) note_full_stash(k, full);
+  if (refusing == num_ranks) return false;
+  record_refusal(k.call, refusing, load_relaxed_system(cells + refusing).value & ~kStashFull);
   return true;
 }
 
-// Shapes: one block, a thread for each rank, in turns.
+// One warp takes the steps.
+__device__ void take_steps(const SignalKernel& k, const LaneWindows& windows) {
+  const Words words(k);
+  fence_release_system();  // for `cells`; it takes as long as the loads, and takes it meanwhile
+  if (__any_sync(kAllLanes, words.marks.skip(k.call))) return;
+  const std::uint32_t call = words.call + ((k.steps & kSignalBegin) ? 1 : 0);
+  const std::uint32_t epoch = words.epoch + ((k.steps & kSignalAdvance) ? 1 : 0);
+  if (k.steps & kSignalBegin) announce(k.call, windows, call);
+
+  if (k.steps & kSignalAwaitAck) {
+    if (!await_all(k.call, ack_of(k, words.ack_use, call))) return;
+    fence_release_system();  // what these ranks have read is over, for whoever sees the cells
+  }
+  if (k.steps & kSignalPublish) publish(k.call, windows, k.cells, {epoch, words.said});
+  if (threadIdx.x == 0 && (k.steps & kSignalAdvance)) *at<std::uint32_t>(k.epoch) = epoch;
+  if (threadIdx.x == 0 && (k.steps & kSignalMarkReady)) *at<std::uint32_t>(k.ack_use) = epoch;
+
+  std::uint32_t said = 0;
+  if (k.steps & kSignalAwait) {
+    const Cell* cells = at<const Cell>(k.call.window, k.cells);
+    if (!await_all(k.call, {k.phase, epoch, cells, 1, call}, &said)) return;
+  }
+  bool refused = words.marks.refused == k.call.order;
+  if (k.steps & kSignalJudge) {
+    refused = said != 0 && hear(k);
+    if (said == 0 && threadIdx.x == 0) mark(k, false);
+  }
+  if (!refused) {
+    release_next();
+    if (threadIdx.x == 0) update_open(k);
+    return;
+  }
+  __syncwarp();
+  fence_release_system();  // all that was read of `cells`
+  if (k.steps & kSignalPublishRefused) publish(k.call, windows, k.ack_cells, {epoch, kRefusalNone});
+  if (k.steps & kSignalAwaitRefused) await_all(k.call, ack_of(k, epoch, call));
+}
+
+// Shapes: one warp, a lane for each rank, in turns.
 //
 // Example, combine of rank 0 of 2 on workspace 0, its third use (*epoch = 2), steps Begin | Advance | Publish | Await |
-// Judge: *epoch = 3; cell 0 of READY becomes {3, 0} at ranks 0 and 1; the block waits until its own READY cells are
-// {3, _} and {3, _}. If cell 1 is {3, kRefusalDtype}, rank 1 is recorded, the frame is marked with kOpCombine, and the
-// pull that follows in the stream does nothing.
-__global__ void __launch_bounds__(kMaxThreads) signal_kernel(const __grid_constant__ SignalKernel k) {
+// Judge | PublishRefused | AwaitRefused: *epoch = 3; cell 0 of READY becomes {3, 0} at ranks 0 and 1; the warp waits
+// until its own READY cells are {3,
+// _} and {3, _}. If cell 1 is {3, kRefusalDtype}, rank 1 is recorded, the frame is marked with kOpCombine, and the pull
+// that follows in the stream does nothing.
+__global__ void __launch_bounds__(kWarpSize) signal_kernel(const __grid_constant__ SignalKernel k) {
+  const LaneWindows windows(k.call);
   await_previous();
-  if (block_skips(k.call)) return;
-  Failure failure;
-  if (!take_steps(k, &failure)) report(k.call, failure);
+  take_steps(k, windows);
 }
 
 // Example: rank 2 leaves its `with` block by an exception: ABORT cell 2 of every rank becomes {1, kAborted}, its own
@@ -121,9 +138,7 @@ __global__ void abort_kernel(const __grid_constant__ AbortKernel k) {
 }  // namespace
 
 void launch_signal(const SignalKernel& kernel, const Target& target) {
-  const std::uint32_t num_warps = (static_cast<std::uint32_t>(kernel.call.num_ranks) + kWarpSize - 1) / kWarpSize;
-  const std::uint32_t num_threads = std::min(num_warps * kWarpSize, kMaxThreads);
-  launch("signal_kernel", signal_kernel, {1, num_threads}, kernel, target.stream);
+  launch("signal_kernel", signal_kernel, {1, kWarpSize}, kernel, target.stream);
 }
 
 void launch_abort(const AbortKernel& kernel, const Target& target) {

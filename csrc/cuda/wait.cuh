@@ -46,13 +46,6 @@ __device__ __forceinline__ Cell abort_of(const KernelCall& call, std::int32_t pe
   return load_fenced_system(at<const Cell>(call.window, call.abort_cells) + peer);
 }
 
-// Why a wait ended without its cells.
-struct Failure {
-  Status status = kOk;
-  std::int32_t peer = 0;
-  Awaited awaited = {};
-};
-
 // The loops over all ranks keep several loads in flight: a look must not take longer than the wait it belongs to.
 __device__ inline std::int32_t find_abort(const KernelCall& call) {
   std::int32_t aborter = -1;
@@ -80,48 +73,6 @@ __device__ inline std::int32_t find_mismatch(const KernelCall& call, const Await
   return other;
 }
 
-// Names the rank that is missing, not the rank that noticed first.
-__device__ inline Failure adopt_abort(const KernelCall& call, const Awaited& awaited, std::int32_t aborter) {
-  const std::uint32_t value = abort_of(call, aborter).value;
-  const std::int32_t blamed = static_cast<std::int32_t>(value >> kAbortBlameShift) - 1;
-  const bool other_is_late = (value & kAbortReasonMask) == kTimeout && blamed >= 0 && blamed != call.rank;
-  return {other_is_late ? kTimeout : kAborted, other_is_late ? blamed : aborter, awaited};
-}
-
-// How one thread passes the time of one wait.
-class Patience {
- public:
-  // Called after each poll that found nothing. False: give up, because of *failure.
-  __device__ __forceinline__ bool endure(const KernelCall& call, const Awaited& awaited, std::int32_t peer,
-                                         Failure* failure) {
-    if (++num_polls_ < kEagerPolls) return true;
-    __nanosleep(kNapNs);
-    if (num_polls_ % kPollsPerLook != 0) return true;
-    *failure = look_around(call, awaited, peer);
-    return failure->status == kOk;
-  }
-
- private:
-  // ABORT is read before PROGRESS: a rank that saw a mismatch published its PROGRESS before its ABORT.
-  __device__ Failure look_around(const KernelCall& call, const Awaited& awaited, std::int32_t peer) {
-    const std::uint64_t now = device_time_ns();
-    if (deadline_ns_ == 0) deadline_ns_ = now + call.timeout_us * 1000;
-    const std::int32_t aborter = find_abort(call);
-    const std::int32_t other = find_mismatch(call, awaited);
-    if (is_poisoned(call)) return {kPoisoned, peer, awaited};
-    if (other >= 0) return {kMismatch, other, awaited};
-    if (aborter < 0) return {now < deadline_ns_ ? kOk : kTimeout, peer, awaited};
-    // The PROGRESS that the aborter found different may still be on its way to this rank.
-    const bool settles = call.check_progress != 0 && (abort_of(call, aborter).value & kAbortReasonMask) == kMismatch;
-    if (!settles || now >= deadline_ns_) return adopt_abort(call, awaited, aborter);
-    deadline_ns_ = min(deadline_ns_, now + kSettleNs);
-    return {kOk, peer, awaited};
-  }
-
-  std::uint32_t num_polls_ = 0;
-  std::uint64_t deadline_ns_ = 0;
-};
-
 // One thread tells every rank, this one included.
 __device__ inline void tell_abort(const KernelCall& call, std::uint32_t reason, std::int32_t blamed) {
   const std::uint32_t blame = static_cast<std::uint32_t>(blamed + 1) << kAbortBlameShift;
@@ -133,64 +84,104 @@ __device__ inline void tell_abort(const KernelCall& call, std::uint32_t reason, 
   }
 }
 
-// Poisons the arena and tells the peers, unless that is done. Called once, at the end of a kernel, by every thread: the
-// code is long and cold, and a kernel of one block feels each instruction that it has to fetch. kAborted is what an
-// ABORT that went to every rank has told this one.
-__device__ inline void report(const KernelCall& call, const Failure& failure) {
-  if (failure.status == kOk || failure.status == kPoisoned) return;
-  const Awaited& awaited = failure.awaited;
-  const Cell progress = progress_of(call, failure.peer);
+// Poisons the arena and tells the peers, unless that is done. kAborted is what an ABORT that went to every rank has
+// told this one.
+__device__ __noinline__ inline void give_up(const KernelCall& call, Awaited awaited, Status status, std::int32_t peer) {
+  const Cell progress = progress_of(call, peer);
   ErrorRecord error{};
-  error.status = failure.status;
+  error.status = status;
   error.op = call.op;
   error.phase = awaited.phase;
-  error.peer = failure.peer;
+  error.peer = peer;
   error.call = awaited.call;
   error.frame = static_cast<std::uint32_t>(call.frame);
   error.workspace = static_cast<std::uint32_t>(call.workspace) & kProgressIndexMask;
   error.expected_epoch = awaited.epoch;
-  error.seen_epoch = load_relaxed_system(awaited.cells + failure.peer * awaited.cells_per_rank).epoch;
+  error.seen_epoch = load_relaxed_system(awaited.cells + peer * awaited.cells_per_rank).epoch;
   error.peer_call = progress.epoch;
   error.peer_progress = progress.value;
-  if (record_failure(call, error) && failure.status != kAborted) tell_abort(call, failure.status, failure.peer);
+  if (record_failure(call, error) && status != kAborted) tell_abort(call, status, peer);
 }
 
-// One warp numbers the call, tells every rank what it is, and returns the number.
-__device__ inline std::uint32_t begin_call_as_warp(const KernelCall& call) {
-  const std::uint32_t lane = threadIdx.x % kWarpSize;
-  std::uint32_t number = 0;
-  if (lane == 0) number = atomicAdd(&control_of(call)->call, 1u) + 1;
-  number = __shfl_sync(kAllLanes, number, 0);
-  for (std::int32_t peer = lane; peer < call.num_ranks; peer += kWarpSize) {
-    Cell* cell = at<Cell>(window_of(call, peer), call.progress_cells) + call.rank;
-    store_relaxed_system(cell, {number, pack_progress(call)});
+// Because of a peer's ABORT. Names the rank that is missing, not the rank that noticed first.
+__device__ inline void give_up_with(const KernelCall& call, const Awaited& awaited, std::int32_t aborter) {
+  const std::uint32_t value = abort_of(call, aborter).value;
+  const std::int32_t blamed = static_cast<std::int32_t>(value >> kAbortBlameShift) - 1;
+  const bool other_is_late = (value & kAbortReasonMask) == kTimeout && blamed >= 0 && blamed != call.rank;
+  give_up(call, awaited, other_is_late ? kTimeout : kAborted, other_is_late ? blamed : aborter);
+}
+
+// After many polls for `peer`: until when this wait may go on, 0 if it has been given up. `deadline_ns` 0: its first
+// look. ABORT is read before PROGRESS: a rank that saw a mismatch published its PROGRESS before its ABORT.
+__device__ __noinline__ inline std::uint64_t look_around(const KernelCall& call, Awaited awaited, std::int32_t peer,
+                                                         std::uint64_t deadline_ns) {
+  const std::uint64_t now = device_time_ns();
+  if (deadline_ns == 0) deadline_ns = now + call.timeout_us * 1000;
+  const std::int32_t aborter = find_abort(call);
+  const std::int32_t other = find_mismatch(call, awaited);
+  if (is_poisoned(call)) return 0;
+  if (other >= 0) return give_up(call, awaited, kMismatch, other), 0;
+  if (aborter < 0 && now < deadline_ns) return deadline_ns;
+  if (aborter < 0) return give_up(call, awaited, kTimeout, peer), 0;
+  // The PROGRESS that the aborter found different may still be on its way to this rank.
+  const bool settles = call.check_progress != 0 && (abort_of(call, aborter).value & kAbortReasonMask) == kMismatch;
+  if (!settles || now >= deadline_ns) return give_up_with(call, awaited, aborter), 0;
+  return min(deadline_ns, now + kSettleNs);
+}
+
+// How one thread passes the time of one wait.
+class Patience {
+ public:
+  // Called after each poll that found nothing. False: this wait has been given up.
+  __device__ __forceinline__ bool endure(const KernelCall& call, const Awaited& awaited, std::int32_t peer) {
+    if (++num_polls_ < kEagerPolls) return true;
+    __nanosleep(kNapNs);
+    if (num_polls_ % kPollsPerLook != 0) return true;
+    deadline_ns_ = look_around(call, awaited, peer, deadline_ns_);
+    return deadline_ns_ != 0;
   }
-  return number;
-}
 
-// The block does.
-__device__ inline std::uint32_t begin_call(const KernelCall& call) {
-  __shared__ std::uint32_t number;
-  if (threadIdx.x < kWarpSize) {
-    const std::uint32_t begun = begin_call_as_warp(call);
-    if (threadIdx.x == 0) number = begun;
+ private:
+  std::uint32_t num_polls_ = 0;
+  std::uint64_t deadline_ns_ = 0;
+};
+
+// The windows of the ranks that the lanes of one warp look after: rank i for lane i, then i + 32 and so on. The first
+// ones are loaded at once: windows never change, so that a kernel may ask before await_previous.
+class LaneWindows {
+ public:
+  __device__ __forceinline__ explicit LaneWindows(const KernelCall& call)
+      : first_(threadIdx.x % kWarpSize < call.num_ranks ? window_of(call, threadIdx.x % kWarpSize) : 0) {}
+  __device__ __forceinline__ std::uint64_t of(const KernelCall& call, std::int32_t peer) const {
+    return peer < static_cast<std::int32_t>(kWarpSize) ? first_ : window_of(call, peer);
   }
-  __syncthreads();
-  return number;
-}
 
-// The number of a call that an earlier kernel began. Right while the arena's ops run on one stream; reports only, else.
+ private:
+  std::uint64_t first_;
+};
+
+// The number of the call that the arena's kernels are at. Right while its ops run on one stream; reports only, else.
 __device__ __forceinline__ std::uint32_t current_call(const KernelCall& call) {
   return load_relaxed_device(&control_of(call)->call);
 }
 
-// One cell for each rank, this one included. What the block did before comes first: barrier, then each publisher's
-// fence.
-__device__ inline void publish(const KernelCall& call, std::int64_t cells, Cell value) {
-  __syncthreads();
-  fence_release_system();
-  for (std::int32_t peer = threadIdx.x; peer < call.num_ranks; peer += blockDim.x) {
-    store_fenced_system(at<Cell>(window_of(call, peer), cells) + call.rank, value);
+// One warp begins call `number`, the one after the current, and tells every rank what it is.
+__device__ inline void announce(const KernelCall& call, const LaneWindows& windows, std::uint32_t number) {
+  const std::int32_t lane = threadIdx.x % kWarpSize;
+#pragma unroll 1
+  for (std::int32_t peer = lane; peer < call.num_ranks; peer += kWarpSize) {
+    Cell* cell = at<Cell>(windows.of(call, peer), call.progress_cells) + call.rank;
+    store_relaxed_system(cell, {number, pack_progress(call)});
+  }
+  if (lane == 0) atomicAdd(&control_of(call)->call, 1u);
+  __syncwarp();  // a fence that any lane issues from here on comes after the stores of all
+}
+
+// One warp, behind its fence_release_system: one cell for each rank, this one included.
+__device__ inline void publish(const KernelCall& call, const LaneWindows& windows, std::int64_t cells, Cell value) {
+#pragma unroll 1
+  for (std::int32_t peer = threadIdx.x % kWarpSize; peer < call.num_ranks; peer += kWarpSize) {
+    store_fenced_system(at<Cell>(windows.of(call, peer), cells) + call.rank, value);
   }
 }
 
@@ -200,15 +191,16 @@ struct Each {
 };
 
 // True once this thread's ranks have published `awaited.epoch`; *refusals is then the OR of what they said with it.
-__device__ inline bool await_ranks(const KernelCall& call, const Awaited& awaited, Each ranks, Failure* failure,
+__device__ inline bool await_ranks(const KernelCall& call, const Awaited& awaited, Each ranks,
                                    std::uint32_t* refusals = nullptr) {
   bool arrived = true;
+  Patience patience;
+#pragma unroll 1
   for (std::int32_t peer = ranks.first; arrived && peer < call.num_ranks; peer += ranks.step) {
-    Patience patience;
     const Cell* cell = awaited.cells + peer * awaited.cells_per_rank;
     Cell seen = load_fenced_system(cell);
     while (arrived && seen.epoch != awaited.epoch) {
-      arrived = patience.endure(call, awaited, peer, failure);
+      arrived = patience.endure(call, awaited, peer);
       seen = load_fenced_system(cell);
     }
     if (refusals != nullptr) *refusals |= seen.value;
@@ -217,19 +209,24 @@ __device__ inline bool await_ranks(const KernelCall& call, const Awaited& awaite
   return arrived;
 }
 
-// The block: true once every rank, this one included, has published.
-__device__ inline bool await_all(const KernelCall& call, const Awaited& awaited, Failure* failure,
-                                 std::uint32_t* refusals = nullptr) {
-  const Each ranks{static_cast<std::int32_t>(threadIdx.x), static_cast<std::int32_t>(blockDim.x)};
-  return __syncthreads_and(await_ranks(call, awaited, ranks, failure, refusals));
+// One warp: true once every rank has; *refusals is then the OR of what all said.
+__device__ inline bool await_all(const KernelCall& call, const Awaited& awaited, std::uint32_t* refusals = nullptr) {
+  std::uint32_t said = 0;
+  const Each lanes{static_cast<std::int32_t>(threadIdx.x % kWarpSize), static_cast<std::int32_t>(kWarpSize)};
+  const bool here = await_ranks(call, awaited, lanes, &said);
+  __syncwarp();  // what one lane has acquired, all have
+  const bool arrived = __all_sync(kAllLanes, here);
+  if (refusals != nullptr) *refusals = __reduce_or_sync(kAllLanes, said);
+  return arrived;
 }
 
-// False if one of this thread's ranks runs another op, frame or workspace as the same call.
-__device__ inline bool all_agree(const KernelCall& call, const Awaited& awaited, Each ranks, Failure* failure) {
+// False if one of this thread's ranks runs another op, frame or workspace as the same call: then it has been given up.
+__device__ inline bool all_agree(const KernelCall& call, const Awaited& awaited, Each ranks) {
+#pragma unroll 1
   for (std::int32_t peer = ranks.first; peer < call.num_ranks; peer += ranks.step) {
-    if (mismatches(call, awaited, peer)) *failure = {kMismatch, peer, awaited};
+    if (mismatches(call, awaited, peer)) return give_up(call, awaited, kMismatch, peer), false;
   }
-  return failure->status == kOk;
+  return true;
 }
 
 }  // namespace epbuf::cuda

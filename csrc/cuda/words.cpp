@@ -22,6 +22,9 @@ void copy_to_device(std::uint64_t to, const std::vector<std::uint64_t>& from) {
              "cudaMemcpy of the engine's words");
 }
 
+// Kernels load `peers`, which never change, before they may load what changes: these share no line of a cache.
+constexpr std::size_t kLineBytes = 128;
+
 // bad_ids of each workspace: none so far, and no first one.
 std::vector<std::uint64_t> no_bad_ids(std::size_t num_workspaces) {
   std::vector<std::uint64_t> words;
@@ -47,8 +50,9 @@ DeviceWords::DeviceWords(int device, const std::vector<std::uint64_t>& peers, st
     : device_(device) {
   const DeviceGuard guard(device);
   const std::vector<std::uint64_t> bad_ids = no_bad_ids(num_workspaces);
-  base_ = device_zeros(8 * (peers.size() + bad_ids.size()) + 4 * (num_frames + 1));
-  bad_ids_ = base_ + 8 * peers.size();
+  const std::size_t peers_bytes = (8 * peers.size() + kLineBytes - 1) / kLineBytes * kLineBytes;
+  base_ = device_zeros(peers_bytes + 8 * bad_ids.size() + 4 * (num_frames + 1));
+  bad_ids_ = base_ + peers_bytes;
   refused_ = bad_ids_ + 8 * bad_ids.size();
   lock_ = refused_ + 4 * num_frames;
   copy_to_device(base_, peers);

@@ -15,7 +15,7 @@ __device__ __forceinline__ std::int32_t lane_index() { return static_cast<std::i
 
 __device__ inline std::int64_t warp_inclusive_sum(std::int64_t value) {
   const std::uint32_t lane = threadIdx.x % kWarpSize;
-#pragma unroll
+#pragma unroll 1
   for (std::uint32_t step = 1; step < kWarpSize; step *= 2) {
     const std::int64_t lower = __shfl_up_sync(kAllLanes, value, step);
     if (lane >= step) value += lower;
@@ -31,6 +31,7 @@ __device__ void sum_zones(const Kernel& k, const std::uint32_t* totals, std::int
   __shared__ std::int64_t warp_sums[2][kWarps];  // in turns: a fast warp may be one turn ahead
   const std::int64_t alignment = k.expert_alignment;
   std::int64_t carry = 0;
+#pragma unroll 1
   for (std::int32_t begin = 0, turn = 0; begin < k.num_experts; begin += kThreads, turn ^= 1) {
     const std::int32_t e = begin + static_cast<std::int32_t>(threadIdx.x);
     const std::int64_t rows = e < k.num_experts ? (totals[e] + alignment - 1) & -alignment : 0;
@@ -62,11 +63,12 @@ template <typename Kernel>
 __device__ void write_demand(const Kernel& k, const std::int64_t* prefix, bool counts) {
   std::int64_t largest = -1;
   std::int32_t largest_rank = 0;
+#pragma unroll 1
   for (std::int32_t rank = lane_index(); rank < k.call.num_ranks; rank += kWarpSize) {
     const std::int64_t demand = prefix[(rank + 1) * k.num_local_experts] - prefix[rank * k.num_local_experts];
     if (demand > largest) largest = demand, largest_rank = rank;
   }
-#pragma unroll
+#pragma unroll 1
   for (std::uint32_t step = kWarpSize / 2; step > 0; step /= 2) {
     const std::int64_t other = __shfl_xor_sync(kAllLanes, largest, step);
     const std::int32_t other_rank = __shfl_xor_sync(kAllLanes, largest_rank, step);
@@ -75,8 +77,8 @@ __device__ void write_demand(const Kernel& k, const std::int64_t* prefix, bool c
   if (lane_index() != 0) return;
   *at<float>(k.overflow) = largest > k.capacity_rows ? 1.0f : 0.0f;
   if (!counts) return;
-  auto* counters = at<FrameCounters>(k.frame_counters);
-  counters->demand_peak_rows = max(counters->demand_peak_rows, largest);
+  auto* peak = reinterpret_cast<long long*>(&at<FrameCounters>(k.frame_counters)->demand_peak_rows);
+  atomicMax(peak, static_cast<long long>(largest));  // nobody waits for what was there
   if (largest > k.capacity_rows) record_overflow(k.call, largest, largest_rank);
 }
 
