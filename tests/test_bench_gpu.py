@@ -8,8 +8,11 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +160,51 @@ def test_table_puts_baselines_beside_the_same_shape() -> None:
     ]
     assert [row[-2:] for row in rows] == [["", "31000 |"], ["185", " |"], ["5437", "31000 |"]]
     assert rows[2][4:6] == ["2122", "92"]
+
+
+def test_replay_tells_the_time_of_a_body_behind_those_that_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lead takes 1 s, a body 3 us, on another rank 9: the mean is 6. Warm-up takes no samples."""
+    now = [0.0]
+
+    def takes(seconds: float) -> Callable[[], None]:
+        return lambda: now.append(now[-1] + seconds)
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[-1]))
+    monkeypatch.setattr(measure, "dist", SimpleNamespace(barrier=lambda: None))
+    monkeypatch.setattr(measure, "gather", lambda times: [times, [3 * us for us in times]])
+    session = measure.Session(0, 1, torch.device("cpu"), None)
+    with measure.captured(takes(3e-6), 4, session, lead=takes(1.0)) as graph:
+        assert measure.time_replays(graph, 5) == pytest.approx([6.0] * 5, rel=1e-3)
+
+
+def test_events_are_nodes_of_the_graph_behind_the_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what would be captured, in order, and that a time is read when the device has finished."""
+    calls: list[str] = []
+
+    def note(word: str) -> Callable[..., None]:
+        return lambda *_: calls.append(word)
+
+    @contextmanager
+    def capture(*_: Any, **options: Any) -> Any:
+        assert options == {"stream": "stream", "capture_error_mode": "thread_local"}
+        yield calls.clear()
+        assert calls == ["body"] * measure.LEAD_BODIES + ["event", "body", "body", "body", "event"]
+        calls.clear()
+
+    def event(*, enable_timing: bool, external: bool) -> Any:
+        assert enable_timing and external
+        return SimpleNamespace(record=note("event"), elapsed_time=lambda end: note("elapsed")() or 0.006)
+
+    graph = SimpleNamespace(replay=note("replay"), reset=note("reset"))
+    cuda = SimpleNamespace(Event=event, CUDAGraph=lambda: graph, graph=capture, synchronize=note("finish"))
+    monkeypatch.setattr(measure, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(measure, "dist", SimpleNamespace(barrier=note("barrier")))
+    session: Any = measure.Session(0, 1, torch.device("cpu"), "stream")  # type: ignore[arg-type]
+    with measure.captured(note("body"), 3, session) as found:
+        calls.clear()
+        found.replay()
+        assert found.last_us() == pytest.approx(2.0)
+    assert calls == ["replay", "finish", "elapsed", "finish", "barrier", "reset"]
 
 
 def options(**changes: Any) -> argparse.Namespace:

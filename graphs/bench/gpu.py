@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 8 graphs/bench/gpu.py --shapes R8-T4096-H7168-K8-E256-A128 --out results.jsonl
 
-Each time is of replays of a CUDA graph that holds a chain of ops several times. What is in a chain:
+Each time is of replays of a CUDA graph that holds a chain of ops several times, between two events that are nodes of
+the graph. Two runs of the chain ahead of the first event bring the ranks in step. What is in a chain:
 
     route                      route on two frames in turns: one frame alone may not route twice, because a peer may
                                still read the counts of the first round
@@ -15,7 +16,8 @@ Each time is of replays of a CUDA graph that holds a chain of ops several times.
     step, staged               the same with rows of an ordinary tensor, and weights
     step, experts              the same with experts by torch._grouped_mm between (with --expert-hidden)
     combine backward + dispatch backward     gradients of rows and weights lie in the window
-    copy of live rows          one copy of the rows below offs[-1], as all ranks do it at once
+    copy of live rows          one copy of the rows below offs[-1], as all ranks do it at once: combine, ahead of it,
+                               brings them in step
     dispatch, FORMAT           like dispatch, quantised on the way (with --payloads)
 
 Every result is compared bit for bit with plain torch (expected.py): one eager step before anything is timed, and what
@@ -39,7 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from expected import draw_tokens, draw_weights, expect, require_equal
-from measure import Session, Shape, captured, gather, join, rates, time_calls, versions, write_record
+from measure import Session, Shape, captured, gather, join, rates, time_replays, versions, write_record
 from torch import Tensor
 
 import epbuf
@@ -63,11 +65,13 @@ class Chain:
         body: issues them.
         num_ops: ops, or steps, that one call of `body` issues.
         leaves: (result, right value) pairs that hold when it has run.
+        lead: what brings the ranks in step ahead of it, where `body` does not.
     """
 
     body: Callable[[], None]
     num_ops: int = 1
     leaves: tuple[tuple[Tensor, Tensor], ...] = ()
+    lead: Callable[[], None] | None = None
 
 
 class Bench:
@@ -150,7 +154,7 @@ class Bench:
             "combine": Chain(self.combine, 2, ((self.y, right.y),)),
             "step": Chain(self.step, 1, ((self.y, right.y),)),
             "combine backward + dispatch backward": Chain(self.backward, 1, backward),
-            "copy of live rows": Chain(self.copy_live_rows),
+            "copy of live rows": Chain(self.copy_live_rows, lead=self.combine),
             "combine, staged": Chain(self.combine_staged, 2, ((self.y, right.weighted_y),)),
             "step, staged": Chain(self.step_staged, 1, ((self.y, right.weighted_y),)),
         }
@@ -185,14 +189,14 @@ class Bench:
         self.arena.check()
 
     def time(self, chain: Chain, num_samples: int, repeats: int) -> list[float]:
-        """Return microseconds per op, sample by sample, on the slowest rank."""
-        with captured(chain.body, repeats, self.session) as replay:
+        """Return microseconds per op, sample by sample, in the mean of the ranks."""
+        with captured(chain.body, repeats, self.session, chain.lead) as graph:
             poison(*(result for result, _ in chain.leaves))
-            samples = time_calls(replay, num_samples, self.session)
+            samples = time_replays(graph, num_samples)
             for result, value in chain.leaves:
                 require_equal("what the last replay left", result, value)
         self.arena.check()
-        return [sample / repeats / chain.num_ops for sample in samples]
+        return [sample / chain.num_ops for sample in samples]
 
     def host_times(self, num_calls: int, mode: AbstractContextManager[Any]) -> dict[str, list[float]]:
         """Return what eager calls cost on the host, in microseconds: no synchronisation is in them."""
@@ -267,12 +271,12 @@ class PayloadBench:
                 require_equal(f"{self.payload.format} rows", ours, want.masked_fill(is_padding, 0))
 
     def time(self, num_samples: int, repeats: int) -> list[float]:
-        """Return microseconds of route and dispatch, sample by sample, on the slowest rank."""
-        with captured(self.route_and_dispatch, repeats, self.session) as replay:
-            samples = time_calls(replay, num_samples, self.session)
+        """Return microseconds of route and dispatch, sample by sample, in the mean of the ranks."""
+        with captured(self.route_and_dispatch, repeats, self.session) as graph:
+            samples = time_replays(graph, num_samples)
         self.check()
         self.arena.check()
-        return [sample / repeats / len(BOTH) for sample in samples]
+        return [sample / len(BOTH) for sample in samples]
 
 
 def measure_payload(
@@ -401,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--wire", choices=("direct", "dedup", "auto"), default="direct")
     parser.add_argument("--combine-order", choices=("k", "by_rank"), default="k")
     parser.add_argument("--samples", type=int, default=25, help="replays that are timed")
-    parser.add_argument("--repeats", type=int, default=4, help="times that a graph holds its chain")
+    parser.add_argument("--repeats", type=int, default=4, help="runs of its chain that a graph holds and times")
     parser.add_argument("--host-calls", type=int, default=200)
     parser.add_argument("--payloads", nargs="*", default=[], help="formats of dispatch to time, mxfp8 or mxfp8:blocked")
     parser.add_argument("--expert-hidden", type=int, default=0, help="also time a step with experts of this size")

@@ -362,7 +362,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--forms", nargs="+", choices=FORMS, default=["direct"], help="wire and combine order; one rank has the first")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, to test this program")
     add("--samples", type=int, default=25, help="replays that are timed")
-    add("--repeats", type=int, default=4, help="times that a graph holds its chain")
+    add("--repeats", type=int, default=4, help="runs of its chain that a graph holds and times")
     add("--host-calls", type=int, default=200)
     add("--expert-hidden", type=int, default=0, help="also time a step with torch._grouped_mm experts of this size")
     add("--payloads", nargs="*", default=[], help="formats of dispatch to time as well, mxfp8:blocked for one")

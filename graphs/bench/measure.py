@@ -1,8 +1,9 @@
 """What the programs of the GPU benchmark share: the shape that is moved, the ranks, and how a time is taken.
 
-A time is that of the device, by CUDA events between calls that are queued one behind the other, and of the slowest
-rank: ranks share one GPU, or one waits for the other. On CPU the same programs run small, to test them; a time is then
-that of the host.
+A time is that of the device, by CUDA events. What is captured has its events in the graph, behind bodies that are not
+timed: each host launches a graph of its own, up to half a millisecond apart, and the first op waits for the last rank.
+It is the mean of the ranks. What is not captured has events between calls that are queued one behind the other; it is
+the time of the slowest rank. On CPU the same programs run small, to test them; a time is then that of the host.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 WARM_UP_CALLS = 3
+LEAD_BODIES = 2  # of a graph, ahead of those that are timed
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,14 @@ class Session:
         """Make the rank's stream the current one."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def meet(self) -> None:
-        """Let the device finish, then wait on the host for every rank. Collective."""
+    def finish(self) -> None:
+        """Let the device finish."""
         if self.stream is not None:
             torch.cuda.synchronize(self.device)
+
+    def meet(self) -> None:
+        """Let the device finish, then wait on the host for every rank. Collective."""
+        self.finish()
         dist.barrier()
 
 
@@ -119,21 +125,69 @@ def join(device_type: str, backend: str = "gloo") -> Session:
     return Session(rank, num_ranks, device, torch.cuda.Stream(device))
 
 
-@contextmanager
-def captured(body: Callable[[], None], repeats: int, session: Session) -> Iterator[Callable[[], None]]:
-    """Run `body` once, capture it `repeats` times in one graph, and give what replays it. Collective.
+class HostEvent:
+    """What a `torch.cuda.Event` is, by the clock of the host."""
 
-    On CPU the replay calls `body`.
+    def record(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Return the milliseconds from here to `end`."""
+        return (end._seconds - self._seconds) * 1e3
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph of LEAD_BODIES bodies, which bring the ranks in step, and of `repeats` bodies between two events.
+
+    Attributes:
+        replay: launches it on the current stream; on CPU, calls the bodies.
+        begin: the event ahead of the bodies that are timed; each replay records it anew.
+        end: the event behind them, likewise.
+        repeats: bodies that are timed.
     """
 
+    replay: Callable[[], None]
+    begin: Any
+    end: Any
+    repeats: int
+    session: Session
+
+    def last_us(self) -> float:
+        """Let the device finish; return what one body of the last replay took on this rank, in microseconds."""
+        self.session.finish()
+        return float(self.begin.elapsed_time(self.end)) * 1e3 / self.repeats
+
+
+def _node_event(session: Session) -> Any:
+    """Make an event that is a node of the graph in which it is recorded. Needs torch >= 2.8."""
+    return HostEvent() if session.stream is None else torch.cuda.Event(enable_timing=True, external=True)
+
+
+@contextmanager
+def captured(
+    body: Callable[[], None], repeats: int, session: Session, lead: Callable[[], None] | None = None
+) -> Iterator[Captured]:
+    """Run `body`, capture it as `Captured` says, and give that. Collective.
+
+    `lead` takes its place ahead of what is timed: for a body in which no rank waits for another.
+    """
+    lead = lead or body
+    begin, end = _node_event(session), _node_event(session)
+
     def chain() -> None:
+        for _ in range(LEAD_BODIES):
+            lead()
+        begin.record()
         for _ in range(repeats):
             body()
+        end.record()
 
+    lead()
     body()
     session.meet()
     if session.stream is None:
-        yield chain
+        yield Captured(chain, begin, end, repeats, session)
         return
     graph = torch.cuda.CUDAGraph()
     gc.disable()  # a destructor may not run while the stream captures
@@ -143,9 +197,25 @@ def captured(body: Callable[[], None], repeats: int, session: Session) -> Iterat
     finally:
         gc.enable()
     session.meet()
-    yield graph.replay
+    yield Captured(graph.replay, begin, end, repeats, session)
     session.meet()
     graph.reset()
+
+
+def time_replays(graph: Captured, num_samples: int) -> list[float]:
+    """Time a body in each of `num_samples` replays, in microseconds: the mean of all ranks. Collective.
+
+    Ranks that share a GPU are served one after the other, in no fixed order, so that between two bodies one rank is
+    ahead of another by nearly a body. In the mean of all that cancels out; the largest of all would count it.
+    """
+    graph.session.meet()
+    for _ in range(WARM_UP_CALLS):
+        graph.replay()
+    samples = []
+    for _ in range(num_samples):
+        graph.replay()
+        samples.append(graph.last_us())
+    return [statistics.fmean(of_ranks) for of_ranks in zip(*gather(samples), strict=True)]
 
 
 def time_calls(call: Callable[[], object], num_samples: int, session: Session) -> list[float]:

@@ -4,8 +4,9 @@
 
 One rank of it. A step is route + dispatch + combine, captured; rows come back as they arrived (our own engine reads
 them from where its experts would have written them), so y must be K times x. The three replay in turns. Printed: the
-median step of the slowest rank, what epbuf adds to the bare library, and host times of an eager step and of a launch.
-Ranks that share a GPU need CUDA MPS and NCCL_MULTI_RANK_GPU_ENABLE=1, and NCCL >= 2.30.4 preloaded.
+median step, what epbuf adds to the bare library, and host times of an eager step and of a launch of all steps of a
+graph. Ranks that share a GPU need CUDA MPS and NCCL_MULTI_RANK_GPU_ENABLE=1, and NCCL >= 2.30.4
+preloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from expected import draw_tokens, draw_weights
-from measure import Session, Shape, captured, gather, join, time_calls, versions, write_record
+from measure import LEAD_BODIES, Session, Shape, captured, gather, join, time_replays, versions, write_record
 from peers import MAX_ERROR, SMS_PER_RANK, NcclEp
 from torch import Tensor
 
@@ -110,14 +111,13 @@ def measure(shape: Shape, session: Session, options: argparse.Namespace) -> dict
         if not error < MAX_ERROR:
             raise SystemExit(f"{system.name}: y is {error} from K * x, more than {MAX_ERROR}")
         system.host_eager_us = host_us(system.step, session)
-    with ExitStack() as graphs:
-        replays = [graphs.enter_context(captured(s.step, options.repeats, session)) for s in found]
+    with ExitStack() as stack:
+        graphs = [stack.enter_context(captured(s.step, options.repeats, session)) for s in found]
         for _ in range(options.rounds):
-            for system, replay in zip(found, replays, strict=True):
-                times = time_calls(replay, options.samples, session)
-                system.micros += [sample / options.repeats for sample in times]
-        for system, replay in zip(found, replays, strict=True):
-            system.host_launch_us = host_us(replay, session)
+            for system, graph in zip(found, graphs, strict=True):
+                system.micros += time_replays(graph, options.samples)
+        for system, graph in zip(found, graphs, strict=True):
+            system.host_launch_us = host_us(graph.replay, session)
     return {"shape": str(shape), "repeats": options.repeats, "versions": versions(session)} | {
         "systems": [{k: v for k, v in vars(s).items() if k not in ("step", "y")} for s in found]
     }
@@ -137,7 +137,7 @@ def host_us(call: Callable[[], None], session: Session) -> float:
 
 def table(record: dict[str, Any]) -> str:
     """Write the result as a table, and whether epbuf stays within MOST_OVER."""
-    lines = [f"{record['shape']}, {record['repeats']} steps a graph", ""]
+    lines = [f"{record['shape']}, {record['repeats']} steps a graph, behind {LEAD_BODIES} that are not timed", ""]
     lines += [
         "| system | captured step, us | 10 % to 90 % | host, eager step, us | host, launch, us |",
         "|---|---|---|---|---|",

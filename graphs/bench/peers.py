@@ -6,9 +6,9 @@
     torch               index_select + all_to_all_single each way; the host reads the counts, so it cannot be captured
 
 Routing and tokens are ours; y must be K times x, because nothing is done to the rows. Ops are timed one eager call at a
-time, queued one behind the other; the step of NCCL EP is a graph like ours, that of torch an eager one. NCCL EP takes
-one shape a process. Needs NCCL >= 2.30 (LD_PRELOAD) where ranks share a GPU, and nccl4py and nccl-extensions for NCCL
-EP.
+time, queued one behind the other; the step of NCCL EP is a graph like ours, timed like ours, that of torch an eager
+one. NCCL EP takes one shape a process. Needs NCCL >= 2.30 (LD_PRELOAD) where ranks share a GPU, and nccl4py and
+nccl-extensions for NCCL EP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from expected import draw_tokens, draw_weights
-from measure import Session, Shape, captured, gather, join, time_calls, versions, write_record
+from measure import Session, Shape, captured, gather, join, time_calls, time_replays, versions, write_record
 from torch import Tensor
 
 SMS_PER_RANK = {2: 24, 4: 32, 8: 16}
@@ -216,8 +216,8 @@ def time_steps(baseline: Baseline, session: Session, options: argparse.Namespace
 
     if options.system == "torch":
         return time_calls(step, options.samples, session)
-    with captured(step, options.repeats, session) as replay:
-        return [sample / options.repeats for sample in time_calls(replay, options.samples, session)]
+    with captured(step, options.repeats, session) as graph:
+        return time_replays(graph, options.samples)
 
 
 def make(system: str, shape: Shape, session: Session) -> Baseline:

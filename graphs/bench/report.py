@@ -301,13 +301,16 @@ def text_of(records: Sequence[Record], machine: str, command: str, troubles: Seq
     samples = max(len(samples) for record in records for samples in record["times_us"].values())
     windows = sorted({record["window"] for record in records if record["system"] == "epbuf"})
     largest = max(record["window_bytes"] for record in records if record["system"] == "epbuf")
+    compares = any(record["system"] != "epbuf" for record in records)
     paragraphs = [
-        "# GPU: route, dispatch and combine against NCCL EP and torch all-to-all",
+        f"# GPU: route, dispatch and combine{' against NCCL EP and torch all-to-all' if compares else ''}",
         f"{machine}. {versions_line(records)}.",
         f"Command: `{command}`",
         "Routing: `torch.rand(T, E, generator=manual_seed(rank)).topk(K)` on the CPU; tokens bf16; every result equal, "
         f"bit for bit, to plain torch. Times are microseconds of the device, medians of up to {samples} samples of the "
-        "slowest rank; what each op's chain holds is said in graphs/bench/gpu.py, how baselines are timed in peers.py.",
+        "mean of all ranks. For ours, and the step of NCCL EP, events are nodes of a graph, behind two bodies that are "
+        "not timed; what is not captured is timed on the slowest rank. What each op's chain holds is said in "
+        "graphs/bench/gpu.py, how baselines are timed in peers.py.",
         f"Windows: {', '.join(windows)}; the largest is {largest:,} bytes a rank, two frames and two workspaces. "
         + rates_line(records),
         table(records),
