@@ -48,12 +48,23 @@ def _window_addresses(arena: epbuf.Arena) -> list[int]:
     return [arena.region(region.name, region.index).data_ptr() for region in arena.plan.regions]
 
 
+def _settled_stats() -> dict[str, Any]:
+    """Return torch's memory statistics once they stand still: its backward thread frees what it held a little later."""
+    stats = torch.cuda.memory_stats()
+    while True:
+        time.sleep(0.005)
+        later = torch.cuda.memory_stats()
+        if later == stats:
+            return later
+        stats = later
+
+
 def _replays(rank: int, group: Any, window: str, num_ranks: int, num_steps: int) -> dict[str, Any]:
     """Alternate a graph of 96 tokens, one of 40, and eager steps of 70, all on one frame and one workspace."""
     generator = torch.Generator("cuda").manual_seed(rank)
     config = _config(num_ranks)
     wrong = torch.zeros(num_steps, dtype=torch.int64, device="cuda")
-    changed, num_replays = [], 0
+    changed, num_replays, is_settled = [], 0, False
 
     def draw(num_tokens: int) -> Tokens:
         return draw_tokens(config, num_tokens, generator)
@@ -66,8 +77,10 @@ def _replays(rank: int, group: Any, window: str, num_ranks: int, num_steps: int)
             tokens = draw(num_tokens)
             if num_tokens == 70:
                 got = exact_step(arena, tokens)
+                is_settled = False
             else:
-                before = torch.cuda.memory_stats()
+                before = torch.cuda.memory_stats() if is_settled else _settled_stats()
+                is_settled = True
                 got = graphs[num_tokens].run(tokens)
                 changed += [number] if torch.cuda.memory_stats() != before else []
                 num_replays += 1
