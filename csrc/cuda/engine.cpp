@@ -171,6 +171,7 @@ void CudaEngine::warm_up() const {
   const DeviceGuard device(context_.device());
   load_route();
   load_route_exchange();
+  load_route_fused();
   load_counts();
   load_signal();
   load_dispatch();

@@ -43,6 +43,7 @@ std::size_t slots_shared_bytes(std::int64_t num_experts, std::int64_t chunk_toke
 // Loads every variant of the family.
 void load_route();
 void load_route_exchange();
+void load_route_fused();
 void load_counts();
 void load_signal();
 void load_dispatch();
