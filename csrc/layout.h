@@ -422,11 +422,11 @@ struct RouteCountKernel {
 
 // What RouteExchangeKernel does, in this order. The engine asks for all of it in one launch; tests with virtual ranks
 // ask for one step at a time, each on all ranks before the next.
-constexpr std::uint32_t kRoutePublish = 1;       // publish COUNT, turn route_scratch into prefixes
+constexpr std::uint32_t kRoutePublish = 1;       // publish COUNT; many tokens: turn route_scratch into prefixes
 constexpr std::uint32_t kRouteAwait = 2;         // await COUNT, lay the zones; refused: publish ARRIVED
 constexpr std::uint32_t kRouteAwaitRefused = 4;  // refused: await ARRIVED
 
-// route, second: the one block that talks to the peers.
+// route, second of three: one block that talks to the peers. Or, for few tokens, all of route, by a cluster.
 struct RouteExchangeKernel {
   KernelCall call;
   KernelIds ids;

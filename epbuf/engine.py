@@ -320,8 +320,8 @@ class StreamOrder:
 
     In one order (a plan with one workspace) each op waits for the last one, whatever it used, so that equal call
     numbers mean equal ops on all ranks. Otherwise ops wait that share a frame or a workspace; a refusal without a
-    workspace counts as a use of all, for which its COUNT speaks. Across the boundary of a capture the caller orders the
-    streams.
+    workspace counts as a use of all of its direction, since its COUNT speaks for them. Across the boundary of a capture
+    the caller orders the streams.
     """
 
     def __init__(self, device: torch.device, is_one_order: bool) -> None:

@@ -22,8 +22,9 @@ void check_sizes(const Geometry& g) {
               "; the kernels number slots by int32, and take at most ", kMaxSlots);
   const std::int64_t num_rows = num_slots * g.num_ranks;
   const std::int64_t num_padded = num_rows + static_cast<std::int64_t>(g.num_local_experts) * g.expert_alignment;
-  EPBUF_CHECK(num_padded <= UINT32_MAX, "num_ranks * max_tokens_per_rank * num_topk is ", num_rows,
-              "; with the padding of num_experts / num_ranks zones a row's number must be uint32");
+  EPBUF_CHECK(num_padded <= UINT32_MAX, "num_ranks * max_tokens_per_rank * num_topk is ", num_rows, ", with padding ",
+              num_padded, " rows; rows are numbered by uint32, at most ", UINT32_MAX,
+              ": lower one of them, or expert_alignment");
 }
 
 // KernelCall::order of an op that repeats nothing.

@@ -114,8 +114,8 @@ __device__ __forceinline__ void publish_cell(const RouteExchangeKernel& k, const
   }
 }
 
-// The block publishes this rank's row, every thread behind a fence of its own. `count_of(e)`: rows for expert e, asked
-// by one count thread. The speaker's cells are those that its PROGRESS came before.
+// The block publishes this rank's row; before its last barrier every thread has issued fence_release_system.
+// `count_of(e)`: rows for expert e, asked by one count thread. PROGRESS comes before the speaker's cells, the header.
 template <typename CountOf>
 __device__ inline void publish_round(const RouteExchangeKernel& k, const ExchangeShared& memory, std::uint32_t round,
                                      const BadIds& bad, Notes* notes, CountOf count_of) {
@@ -257,7 +257,7 @@ __device__ inline void write_zones(const RouteExchangeKernel& k, const ExchangeS
   }
 }
 
-// The speaker: a refusal of the lowest rank that has one completes the round with ARRIVED.
+// The speaker: records the refusal of the lowest rank that has one, and completes the round with ARRIVED.
 __device__ __noinline__ inline void end_refused(const RouteExchangeKernel& k, const Notes& notes, std::uint32_t round) {
   if (lane_index() == 0) record_refusal(k.call, notes.refusing_rank, header_of(k, notes.refusing_rank, kHeaderRefusal));
   __syncwarp();

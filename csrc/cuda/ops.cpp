@@ -1,4 +1,5 @@
-// The ops as chains of kernels. Kernels that move rows never wait; those between them do, with one block.
+// The ops as chains of kernels. Kernels that move rows never wait; those between them do: one warp, or one block of
+// route.
 #include <cstddef>
 
 #include "context.h"
@@ -364,9 +365,9 @@ void issue_dispatch(const CudaContext& context, const DispatchCall& call, Phases
   if ((phases & 2) && moves) put_in_place(context, kernel_call, call, context.forward_target(call));
 }
 
-// Phases: stage, add for the peers, publish READY; await it, pull, when refused publish ACK; when refused, await ACK.
-// In a plan with a stash ACK is always published, behind the pull: rows may come back before the next COUNT says that
-// it is over.
+// Phases: stage, add for the peers, publish READY; await it, pull, or when refused publish ACK; when refused, await
+// ACK. In a plan with a stash ACK is always published, behind the pull: rows may come back before the next COUNT says
+// that it is over.
 void issue_combine(const CudaContext& context, const CombineCall& call, Phases phases) {
   context.check_sources(call);
   const ForwardOffsets& forward = context.forward(call.workspace);

@@ -80,9 +80,7 @@ __device__ __forceinline__ void change_control(const KernelCall& call, Change ch
   atomicExch(lock, 0u);
 }
 
-// What happens rarely is called, not inlined: a kernel of one block feels every instruction that it has to fetch, and
-// each jump over others.
-
+// Called, not inlined, like the records below: a kernel of one warp or block feels every instruction that it fetches.
 // The latest one is named: an earlier one was raised when the host saw the count change.
 __device__ __noinline__ inline void record_refusal(const KernelCall& call, std::int32_t rank, std::uint32_t refusal) {
   change_control(call, [&](Control& control) {

@@ -1,5 +1,5 @@
-// All of route in one launch, for as few tokens as shared memory holds ids: a cluster of blocks counts them, its first
-// block exchanges the counts, and all take slots.
+// All of route in one launch, where the ids fit in the shared memory of a cluster: its blocks count them, the first one
+// exchanges the counts, and all take slots.
 #include <cooperative_groups.h>
 
 #include "exchange.cuh"

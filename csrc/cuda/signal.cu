@@ -77,7 +77,7 @@ __device__ __noinline__ bool hear(const SignalKernel& k) {
 // One warp takes the steps.
 __device__ void take_steps(const SignalKernel& k, const LaneWindows& windows) {
   const Words words(k);
-  fence_release_system();  // for `cells`; it takes as long as the loads, and takes it meanwhile
+  fence_release_system();  // for `cells`; as slow as the loads, so it runs beside them
   if (__any_sync(kAllLanes, words.marks.skip(k.call))) return;
   const std::uint32_t call = words.call + ((k.steps & kSignalBegin) ? 1 : 0);
   const std::uint32_t epoch = words.epoch + ((k.steps & kSignalAdvance) ? 1 : 0);
@@ -116,9 +116,8 @@ __device__ void take_steps(const SignalKernel& k, const LaneWindows& windows) {
 //
 // Example, combine of rank 0 of 2 on workspace 0, its third use (*epoch = 2), steps Begin | Advance | Publish | Await |
 // Judge | PublishRefused | AwaitRefused: *epoch = 3; cell 0 of READY becomes {3, 0} at ranks 0 and 1; the warp waits
-// until its own READY cells are {3,
-// _} and {3, _}. If cell 1 is {3, kRefusalDtype}, rank 1 is recorded, the frame is marked with kOpCombine, and the pull
-// that follows in the stream does nothing.
+// until both of its own READY cells have epoch 3. If cell 1 says kRefusalDtype, rank 1 is recorded, the frame is marked
+// with combine's order, {3, 0} is published and awaited in ACK, and the pull behind it does nothing.
 __global__ void __launch_bounds__(kWarpSize) signal_kernel(const __grid_constant__ SignalKernel k) {
   const LaneWindows windows(k.call);
   await_previous();

@@ -21,20 +21,18 @@ __device__ __forceinline__ T* at(std::uint64_t base, std::int64_t offset = 0) {
   return reinterpret_cast<T*>(base + static_cast<std::uint64_t>(offset));
 }
 
-// The fences of one direction each: nvcc from 12.8 on knows them. A release costs as much as a load that misses every
-// cache, an acquire next to nothing.
 #if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 8)
-#define EPBUF_FENCE_RELEASE "fence.release.sys;"
-#define EPBUF_FENCE_ACQUIRE "fence.acquire.sys;"
-#else
-#define EPBUF_FENCE_RELEASE "fence.acq_rel.sys;"
-#define EPBUF_FENCE_ACQUIRE "fence.acq_rel.sys;"
+// Orders reads as well as writes before it: ACK, COUNT and GO say that a region may be overwritten. Costs as much as a
+// load that misses every cache.
+__device__ __forceinline__ void fence_release_system() { asm volatile("fence.release.sys;" ::: "memory"); }
+
+// Costs next to nothing.
+__device__ __forceinline__ void fence_acquire_system() { asm volatile("fence.acquire.sys;" ::: "memory"); }
+#else  // nvcc does not know fences of one direction
+__device__ __forceinline__ void fence_release_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ void fence_acquire_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 #endif
-
-// Orders reads as well as writes before it: ACK and COUNT say that a region may be overwritten.
-__device__ __forceinline__ void fence_release_system() { asm volatile(EPBUF_FENCE_RELEASE ::: "memory"); }
-
-__device__ __forceinline__ void fence_acquire_system() { asm volatile(EPBUF_FENCE_ACQUIRE ::: "memory"); }
 
 __device__ __forceinline__ void store_relaxed_system(std::uint64_t* word, std::uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");

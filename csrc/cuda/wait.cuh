@@ -1,5 +1,6 @@
 // Bounded waits for cells of the peers, and what is concluded when they do not come. The conclusions are those of
-// host/wait.cpp. Only one block of a kernel waits.
+// host/wait.cpp. One block of a kernel waits at most; of a
+// signal, one warp.
 #pragma once
 
 #include "record.cuh"

@@ -22,7 +22,7 @@ void copy_to_device(std::uint64_t to, const std::vector<std::uint64_t>& from) {
              "cudaMemcpy of the engine's words");
 }
 
-// Kernels load `peers`, which never change, before they may load what changes: these share no line of a cache.
+// Kernels may load `peers` before the kernel ahead has ended, so they share no line of a cache with words that change.
 constexpr std::size_t kLineBytes = 128;
 
 // bad_ids of each workspace: none so far, and no first one.

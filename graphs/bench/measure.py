@@ -2,8 +2,9 @@
 
 A time is that of the device, by CUDA events. What is captured has its events in the graph, behind bodies that are not
 timed: each host launches a graph of its own, up to half a millisecond apart, and the first op waits for the last rank.
-It is the mean of the ranks. What is not captured has events between calls that are queued one behind the other; it is
-the time of the slowest rank. On CPU the same programs run small, to test them; a time is then that of the host.
+A captured time is the mean of the ranks. What is not captured has events between calls that are queued one behind the
+other; it is the time of the slowest rank. On CPU the same programs run small, to test them; a time is then that of the
+host.
 """
 
 from __future__ import annotations
@@ -138,13 +139,14 @@ class HostEvent:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph of LEAD_BODIES bodies, which bring the ranks in step, and of `repeats` bodies between two events.
+    """A graph of LEAD_BODIES leads, which bring the ranks in step, and of `repeats` bodies between two events.
 
     Attributes:
         replay: launches it on the current stream; on CPU, calls the bodies.
         begin: the event ahead of the bodies that are timed; each replay records it anew.
         end: the event behind them, likewise.
         repeats: bodies that are timed.
+        session: the rank.
     """
 
     replay: Callable[[], None]
@@ -160,7 +162,7 @@ class Captured:
 
 
 def _node_event(session: Session) -> Any:
-    """Make an event that is a node of the graph in which it is recorded. Needs torch >= 2.8."""
+    """Make an event that is a node of the graph in which it is recorded."""
     return HostEvent() if session.stream is None else torch.cuda.Event(enable_timing=True, external=True)
 
 
@@ -168,9 +170,9 @@ def _node_event(session: Session) -> Any:
 def captured(
     body: Callable[[], None], repeats: int, session: Session, lead: Callable[[], None] | None = None
 ) -> Iterator[Captured]:
-    """Run `body`, capture it as `Captured` says, and give that. Collective.
+    """Run `lead` and `body` once, capture them as `Captured` says, and give that. Collective.
 
-    `lead` takes its place ahead of what is timed: for a body in which no rank waits for another.
+    Without a `lead`, `body` is one: ranks wait for each other in it.
     """
     lead = lead or body
     begin, end = _node_event(session), _node_event(session)

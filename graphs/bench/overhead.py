@@ -5,8 +5,7 @@
 One rank of it. A step is route + dispatch + combine, captured; rows come back as they arrived (our own engine reads
 them from where its experts would have written them), so y must be K times x. The three replay in turns. Printed: the
 median step, what epbuf adds to the bare library, and host times of an eager step and of a launch of all steps of a
-graph. Ranks that share a GPU need CUDA MPS and NCCL_MULTI_RANK_GPU_ENABLE=1, and NCCL >= 2.30.4
-preloaded.
+graph. Ranks that share a GPU need CUDA MPS and NCCL_MULTI_RANK_GPU_ENABLE=1, and NCCL >= 2.30.4 preloaded.
 """
 
 from __future__ import annotations

@@ -307,10 +307,10 @@ def text_of(records: Sequence[Record], machine: str, command: str, troubles: Seq
         f"{machine}. {versions_line(records)}.",
         f"Command: `{command}`",
         "Routing: `torch.rand(T, E, generator=manual_seed(rank)).topk(K)` on the CPU; tokens bf16; every result equal, "
-        f"bit for bit, to plain torch. Times are microseconds of the device, medians of up to {samples} samples of the "
-        "mean of all ranks. For ours, and the step of NCCL EP, events are nodes of a graph, behind two bodies that are "
-        "not timed; what is not captured is timed on the slowest rank. What each op's chain holds is said in "
-        "graphs/bench/gpu.py, how baselines are timed in peers.py.",
+        f"bit for bit, to plain torch. Times are microseconds of the device, medians of up to {samples} samples. What "
+        "is captured has its events in the graph, behind two bodies that are not timed, and a sample is the mean of "
+        f"the ranks{'; what is not is timed on the slowest rank' if compares else ''}. What each op's chain holds is "
+        "said in graphs/bench/gpu.py, how baselines are timed in peers.py.",
         f"Windows: {', '.join(windows)}; the largest is {largest:,} bytes a rank, two frames and two workspaces. "
         + rates_line(records),
         table(records),

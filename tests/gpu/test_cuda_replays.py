@@ -51,12 +51,12 @@ def _window_addresses(arena: epbuf.Arena) -> list[int]:
 def _settled_stats() -> dict[str, Any]:
     """Return torch's memory statistics once they stand still: its backward thread frees what it held a little later."""
     stats = torch.cuda.memory_stats()
-    while True:
+    for _ in range(200):
         time.sleep(0.005)
-        later = torch.cuda.memory_stats()
-        if later == stats:
-            return later
-        stats = later
+        before, stats = stats, torch.cuda.memory_stats()
+        if before == stats:
+            return stats
+    raise AssertionError(f"still changes: {sorted(name for name in stats if stats[name] != before.get(name))}")
 
 
 def _replays(rank: int, group: Any, window: str, num_ranks: int, num_steps: int) -> dict[str, Any]:
