@@ -220,7 +220,7 @@ __device__ inline bool await_headers(const RouteExchangeKernel& k, const Awaited
     notes->bad_rank = bad_rank < k.call.num_ranks ? bad_rank : -1;
     notes->num_bad_ids = num_bad_ids;
   }
-  return arrived && (k.call.check_progress == 0 || all_agree(k.call, awaited, {lane_index(), kWarpSize}));
+  return arrived && (k.call.check_progress == 0 || all_agree(k.call, awaited));
 }
 
 __device__ inline std::uint32_t header_of(const RouteExchangeKernel& k, std::int32_t rank, std::uint32_t word) {
@@ -269,7 +269,7 @@ __device__ __noinline__ inline void end_refused(const RouteExchangeKernel& k, co
 __device__ inline bool conclude(const RouteExchangeKernel& k, const ExchangeShared& memory, const Notes& notes,
                                 std::uint32_t round, std::int64_t* route_base) {
   const bool refused = notes.refusing_rank >= 0;
-  if (threadIdx.x == 0) store_relaxed_device(at<std::uint32_t>(k.call.refused), refused ? k.call.order : 0);
+  if (threadIdx.x == 0) mark_frame(k.call, refused);
   if (refused) {
     if (is_speaker()) end_refused(k, notes, round);
     return true;

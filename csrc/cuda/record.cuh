@@ -26,6 +26,11 @@ __device__ __forceinline__ std::uint32_t refused_order(const KernelCall& call) {
   return load_relaxed_device(at<const std::uint32_t>(call.refused));
 }
 
+// One thread. The mark makes the frame's later ops do nothing; the same op again, or an earlier one, takes it away.
+__device__ __forceinline__ void mark_frame(const KernelCall& call, bool refused) {
+  store_relaxed_device(at<std::uint32_t>(call.refused), refused ? call.order : 0);
+}
+
 // What decides whether a kernel of an op runs. Loaded at once and asked later, with other loads in between.
 struct Marks {
   std::uint32_t refused, poisoned;

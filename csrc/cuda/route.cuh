@@ -40,12 +40,15 @@ __device__ inline std::int32_t num_live(const KernelIds& ids) {
   return static_cast<std::int32_t>(live < 0 ? 0 : live < ids.num_tokens ? live : ids.num_tokens);
 }
 
+__device__ __forceinline__ std::int64_t id_at(const KernelIds& ids, std::int64_t index) {
+  return ids.topk_idx_bytes == 8 ? at<const std::int64_t>(ids.topk_idx)[index]
+                                 : at<const std::int32_t>(ids.topk_idx)[index];
+}
+
 // The id at `slot` = token * K + k, which is below 2^31.
 __device__ __forceinline__ std::int64_t load_id(const KernelIds& ids, std::uint32_t slot) {
   const auto topk = static_cast<std::uint32_t>(ids.num_topk);
-  const std::int64_t index = static_cast<std::int64_t>(slot / topk) * ids.row_stride + slot % topk;
-  return ids.topk_idx_bytes == 8 ? at<const std::int64_t>(ids.topk_idx)[index]
-                                 : at<const std::int32_t>(ids.topk_idx)[index];
+  return id_at(ids, static_cast<std::int64_t>(slot / topk) * ids.row_stride + slot % topk);
 }
 
 // Walks the ids of slots `first`, `first` + 32, ..: a division at the start, none on the way.
@@ -65,9 +68,7 @@ class IdWalk {
     const bool wraps = topk_ >= static_cast<std::uint32_t>(ids_.num_topk);
     token_ += tokens_ + (wraps ? 1 : 0);
     topk_ -= wraps ? ids_.num_topk : 0;
-    if (!wanted) return -1;
-    return ids_.topk_idx_bytes == 8 ? at<const std::int64_t>(ids_.topk_idx)[index]
-                                    : at<const std::int32_t>(ids_.topk_idx)[index];
+    return wanted ? id_at(ids_, index) : -1;
   }
 
  private:

@@ -16,11 +16,6 @@ __device__ std::int32_t find_said(const KernelCall& call, const Cell* cells, std
   return __reduce_min_sync(kAllLanes, lowest);
 }
 
-// One thread. The mark makes the frame's later ops do nothing; the same op again, or an earlier one, takes it away.
-__device__ __forceinline__ void mark(const SignalKernel& k, bool refused) {
-  store_relaxed_device(at<std::uint32_t>(k.call.refused), refused ? k.call.order : 0);
-}
-
 // What this rank says with a signal: its refusal, and in dispatch that it has too few pages for its rows.
 __device__ __forceinline__ std::uint32_t said_by(const SignalKernel& k) {
   if (k.stash_table == 0) return k.call.refusal;
@@ -67,7 +62,7 @@ __device__ __noinline__ bool hear(const SignalKernel& k) {
   const std::int32_t refusing = find_said(k.call, cells, ~kStashFull);
   const std::int32_t full = refusing == num_ranks ? find_said(k.call, cells, kStashFull) : num_ranks;
   if (threadIdx.x != 0) return refusing != num_ranks;
-  mark(k, refusing != num_ranks);
+  mark_frame(k.call, refusing != num_ranks);
   if (full != num_ranks) note_full_stash(k, full);
   if (refusing == num_ranks) return false;
   record_refusal(k.call, refusing, load_relaxed_system(cells + refusing).value & ~kStashFull);
@@ -99,7 +94,7 @@ __device__ void take_steps(const SignalKernel& k, const LaneWindows& windows) {
   bool refused = words.marks.refused == k.call.order;
   if (k.steps & kSignalJudge) {
     refused = said != 0 && hear(k);
-    if (said == 0 && threadIdx.x == 0) mark(k, false);
+    if (said == 0 && threadIdx.x == 0) mark_frame(k.call, false);
   }
   if (!refused) {
     release_next();

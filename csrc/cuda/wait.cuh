@@ -186,45 +186,34 @@ __device__ inline void publish(const KernelCall& call, const LaneWindows& window
   }
 }
 
-// The ranks that one of several threads looks after: `first`, `first + step`, ...
-struct Each {
-  std::int32_t first, step;
-};
-
-// True once this thread's ranks have published `awaited.epoch`; *refusals is then the OR of what they said with it.
-__device__ inline bool await_ranks(const KernelCall& call, const Awaited& awaited, Each ranks,
-                                   std::uint32_t* refusals = nullptr) {
-  bool arrived = true;
-  Patience patience;
-#pragma unroll 1
-  for (std::int32_t peer = ranks.first; arrived && peer < call.num_ranks; peer += ranks.step) {
-    const Cell* cell = awaited.cells + peer * awaited.cells_per_rank;
-    Cell seen = load_fenced_system(cell);
-    while (arrived && seen.epoch != awaited.epoch) {
-      arrived = patience.endure(call, awaited, peer);
-      seen = load_fenced_system(cell);
-    }
-    if (refusals != nullptr) *refusals |= seen.value;
-  }
-  fence_acquire_system();
-  return arrived;
-}
-
-// One warp: true once every rank has; *refusals is then the OR of what all said.
+// One warp: true once every rank, this one included, has published `awaited.epoch`; *refusals is then the OR of what
+// all said with it.
 __device__ inline bool await_all(const KernelCall& call, const Awaited& awaited, std::uint32_t* refusals = nullptr) {
   std::uint32_t said = 0;
-  const Each lanes{static_cast<std::int32_t>(threadIdx.x % kWarpSize), static_cast<std::int32_t>(kWarpSize)};
-  const bool here = await_ranks(call, awaited, lanes, &said);
+  bool here = true;
+  Patience patience;
+#pragma unroll 1
+  for (std::int32_t peer = threadIdx.x % kWarpSize; here && peer < call.num_ranks; peer += kWarpSize) {
+    const Cell* cell = awaited.cells + peer * awaited.cells_per_rank;
+    Cell seen = load_fenced_system(cell);
+    while (here && seen.epoch != awaited.epoch) {
+      here = patience.endure(call, awaited, peer);
+      seen = load_fenced_system(cell);
+    }
+    said |= seen.value;
+  }
+  fence_acquire_system();
   __syncwarp();  // what one lane has acquired, all have
   const bool arrived = __all_sync(kAllLanes, here);
   if (refusals != nullptr) *refusals = __reduce_or_sync(kAllLanes, said);
   return arrived;
 }
 
-// False if one of this thread's ranks runs another op, frame or workspace as the same call: then it has been given up.
-__device__ inline bool all_agree(const KernelCall& call, const Awaited& awaited, Each ranks) {
+// One warp: false in a lane one of whose ranks runs another op, frame or workspace as the same call; then the arena has
+// been given up.
+__device__ inline bool all_agree(const KernelCall& call, const Awaited& awaited) {
 #pragma unroll 1
-  for (std::int32_t peer = ranks.first; peer < call.num_ranks; peer += ranks.step) {
+  for (std::int32_t peer = threadIdx.x % kWarpSize; peer < call.num_ranks; peer += kWarpSize) {
     if (mismatches(call, awaited, peer)) return give_up(call, awaited, kMismatch, peer), false;
   }
   return true;
