@@ -2,6 +2,7 @@
 #include "kernels.h"
 #include "pull.cuh"
 #include "record.cuh"
+#include "slot.cuh"
 #include "sum.cuh"
 
 namespace epbuf::cuda {
@@ -90,8 +91,8 @@ __device__ __forceinline__ std::int64_t load_slot(const PullKernel& k, std::int6
 
 __device__ __forceinline__ Source source(const PullKernel& k, std::int64_t slot, bool wants_weight) {
   if (slot == kNoSlot) return {0, 0.0f};
-  const std::uint64_t window = at<const std::uint64_t>(k.call.peers)[slot >> kSlotRankShift];
-  const std::int64_t row = slot & 0xFFFFFFFF;
+  const std::uint64_t window = at<const std::uint64_t>(k.call.peers)[rank_of(slot)];
+  const std::int64_t row = row_of(slot);
   const float weight = wants_weight ? at<const float>(window, k.weights_region)[row] : 0.0f;
   return {window + k.rows_region + row * k.row_bytes, weight};
 }

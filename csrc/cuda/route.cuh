@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "kernels.h"
+#include "slot.cuh"
 #include "sync.cuh"
 
 namespace epbuf::cuda {
@@ -117,11 +118,6 @@ __device__ __forceinline__ void find_same(const std::uint32_t (&key)[kGroups], s
   for (std::int32_t g = 0; g < kGroups; ++g) same[g] = key[g] < num_keys ? same[g] : 0;
 }
 
-// The slot of row `row` on rank `owner`.
-__device__ __forceinline__ std::int64_t slot_at(std::int32_t owner, std::int64_t row) {
-  return static_cast<std::int64_t>(owner) << kSlotRankShift | row;
-}
-
 // One warp: ranks the experts of `keys` [num] in order and writes their slots. The next token for expert e takes slot
 // base[e] + next[e]. A key without an expert is larger than any expert.
 template <typename Kernel, typename Key>
@@ -148,7 +144,7 @@ __device__ void take_slots(const Kernel& k, const Key* keys, const std::int64_t*
       if (live && (same[g] & lower_lanes) == 0) next[key[g]] = taken + __popc(same[g]);
       __syncwarp();
       const std::int64_t slot = live ? base[key[g]] + taken + __popc(same[g] & lower_lanes) : kNoSlot;
-      if (i < num) slots[i] = live && (slot & 0xFFFFFFFF) < k.capacity_rows ? slot : kNoSlot;
+      if (i < num) slots[i] = live && row_of(slot) < k.capacity_rows ? slot : kNoSlot;
     }
   }
 }

@@ -3,15 +3,10 @@
 
 #include "../wire.h"
 #include "rows.cuh"
+#include "slot.cuh"
 #include "sync.cuh"
 
 namespace epbuf::cuda {
-
-__device__ __forceinline__ std::int32_t rank_of(std::int64_t slot) {  // of kNoSlot: -1
-  return static_cast<std::int32_t>(slot >> kSlotRankShift);
-}
-
-__device__ __forceinline__ std::int64_t row_of(std::int64_t slot) { return slot & 0xFFFFFFFF; }
 
 // What belongs to k is held by lane k % 32: as `low` below 32, else as `high`. Bit k: whether it is so for k.
 __device__ __forceinline__ std::uint64_t ballot_topk(bool low, bool high) {
