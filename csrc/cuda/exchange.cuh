@@ -201,11 +201,7 @@ __device__ inline bool await_headers(const RouteExchangeKernel& k, const Awaited
   for (std::int32_t i = lane_index(); arrived && i < kWords * k.call.num_ranks; i += kWarpSize) {
     const std::int32_t rank = i / kWords, word = i % kWords;
     const Cell* cell = awaited.cells + rank * awaited.cells_per_rank + k.num_experts + word;
-    Cell seen = load_fenced_system(cell);
-    while (arrived && seen.epoch != awaited.epoch) {
-      arrived = patience.endure(k.call, awaited, rank);
-      seen = load_fenced_system(cell);
-    }
+    const Cell seen = await_cell(k.call, awaited, rank, cell, &patience, &arrived);
     if (word == kHeaderRefusal && seen.value != kRefusalNone) refusing = min(refusing, rank);
     if (word == kHeaderNumBadIds && seen.value != 0) bad_rank = min(bad_rank, rank);
     if (word == kHeaderNumBadIds) num_bad_ids += seen.value;

@@ -186,6 +186,18 @@ __device__ inline void publish(const KernelCall& call, const LaneWindows& window
   }
 }
 
+// One thread: waits until `cell`, of `peer`, has the awaited epoch, and returns it. *here: false, this wait has been
+// given up.
+__device__ __forceinline__ Cell await_cell(const KernelCall& call, const Awaited& awaited, std::int32_t peer,
+                                           const Cell* cell, Patience* patience, bool* here) {
+  Cell seen = load_fenced_system(cell);
+  while (*here && seen.epoch != awaited.epoch) {
+    *here = patience->endure(call, awaited, peer);
+    seen = load_fenced_system(cell);
+  }
+  return seen;
+}
+
 // One warp: true once every rank, this one included, has published `awaited.epoch`; *refusals is then the OR of what
 // all said with it.
 __device__ inline bool await_all(const KernelCall& call, const Awaited& awaited, std::uint32_t* refusals = nullptr) {
@@ -195,12 +207,7 @@ __device__ inline bool await_all(const KernelCall& call, const Awaited& awaited,
 #pragma unroll 1
   for (std::int32_t peer = threadIdx.x % kWarpSize; here && peer < call.num_ranks; peer += kWarpSize) {
     const Cell* cell = awaited.cells + peer * awaited.cells_per_rank;
-    Cell seen = load_fenced_system(cell);
-    while (here && seen.epoch != awaited.epoch) {
-      here = patience.endure(call, awaited, peer);
-      seen = load_fenced_system(cell);
-    }
-    said |= seen.value;
+    said |= await_cell(call, awaited, peer, cell, &patience, &here).value;
   }
   fence_acquire_system();
   __syncwarp();  // what one lane has acquired, all have
