@@ -48,14 +48,14 @@ def _window_addresses(arena: epbuf.Arena) -> list[int]:
     return [arena.region(region.name, region.index).data_ptr() for region in arena.plan.regions]
 
 
-def _settled_stats() -> dict[str, Any]:
-    """Return torch's memory statistics once they stand still: its backward thread frees what it held a little later."""
+def _let_memory_settle() -> None:
+    """Wait until torch's memory statistics stand still: its backward thread frees what it held a little later."""
     stats = torch.cuda.memory_stats()
     for _ in range(200):
         time.sleep(0.005)
         before, stats = stats, torch.cuda.memory_stats()
         if before == stats:
-            return stats
+            return
     raise AssertionError(f"still changes: {sorted(name for name in stats if stats[name] != before.get(name))}")
 
 
@@ -64,7 +64,7 @@ def _replays(rank: int, group: Any, window: str, num_ranks: int, num_steps: int)
     generator = torch.Generator("cuda").manual_seed(rank)
     config = _config(num_ranks)
     wrong = torch.zeros(num_steps, dtype=torch.int64, device="cuda")
-    changed, num_replays, is_settled = [], 0, False
+    changed, num_replays = [], 0
 
     def draw(num_tokens: int) -> Tokens:
         return draw_tokens(config, num_tokens, generator)
@@ -72,15 +72,15 @@ def _replays(rank: int, group: Any, window: str, num_ranks: int, num_steps: int)
     with open_arena(group, window, config) as arena:
         graphs = {n: Graph(arena, draw(n)) for n in (96, 40)}
         addresses = [*graphs[96].addresses(), *graphs[40].addresses(), *_window_addresses(arena)]
+        _let_memory_settle()
         for number in range(num_steps):
             num_tokens = 70 if number % 5 == 2 else 40 if number % 7 in (3, 4) else 96
             tokens = draw(num_tokens)
             if num_tokens == 70:
                 got = exact_step(arena, tokens)
-                is_settled = False
+                _let_memory_settle()
             else:
-                before = torch.cuda.memory_stats() if is_settled else _settled_stats()
-                is_settled = True
+                before = torch.cuda.memory_stats()
                 got = graphs[num_tokens].run(tokens)
                 changed += [number] if torch.cuda.memory_stats() != before else []
                 num_replays += 1
